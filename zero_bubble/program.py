@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from zero_bubble.placement import Placement
 from zero_bubble.schedule import Pass
@@ -18,6 +19,7 @@ __all__ = [
     "Receive",
     "Run",
     "Send",
+    "channels_between",
 ]
 
 
@@ -115,15 +117,17 @@ class Program:
     instructions: tuple[tuple[Instruction, ...], ...]
     name: str = ""
 
-    def channels(self) -> tuple[Channel, ...]:
-        """Every channel in use, sorted: the one order in which all ranks create them."""
-        used = {
-            one.channel
-            for row in self.instructions
-            for one in row
-            if isinstance(one, Send | Receive)
-        }
-        return tuple(sorted(used))
-
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.instructions)
+
+
+def channels_between(placement: Placement) -> tuple[Channel, ...]:
+    """Every channel that any program of this placement can use, sorted: the one order in which
+    all ranks create them."""
+    owners = [placement.owner(position) for position in range(placement.num_positions)]
+    used: set[Channel] = set()
+    for (here, _), (there, _) in pairwise(owners):
+        if here != there:
+            used.add(Channel(here, there, Flow.FORWARD))
+            used.add(Channel(there, here, Flow.BACKWARD))
+    return tuple(sorted(used))

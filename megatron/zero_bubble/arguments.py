@@ -1,0 +1,207 @@
+"""The flags, and what is wrong with a combination of them, said before training starts."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.errors import ConfigurationError
+from zero_bubble.builders import BUILDERS, build
+from zero_bubble.check import bit_identical_order, check
+from zero_bubble.export.json_io import load_schedule
+from zero_bubble.schedule import Kind, Schedule
+
+__all__ = ["add_arguments", "schedule_for", "validate"]
+
+MEGATRON = "megatron"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add this project's flags to Megatron's parser."""
+    group = parser.add_argument_group("zero bubble")
+    group.add_argument(
+        "--pipeline-schedule",
+        default=None,
+        metavar="{megatron," + ",".join(BUILDERS) + ",FILE.json}",
+        help="Order of passes on the pipeline's stages. megatron (the default) leaves Megatron's "
+        "own schedule untouched; gpipe and 1f1b fuse the backward pass; zb-h1 and zb-h2 split it "
+        "into B (input gradient) and W (weight gradient), zb-h1 at the activation memory of 1f1b, "
+        "zb-h2 at about twice of it; a file is a schedule saved by `zero-bubble schedule`.",
+    )
+    group.add_argument(
+        "--enable-zero-bubble",
+        action="store_true",
+        help="The same as --pipeline-schedule zb-h1.",
+    )
+    group.add_argument(
+        "--zero-bubble-wait-limit",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="How long a stage may wait for a message before the job ends with an error that says "
+        "stage, pass and channel. Default: --distributed-timeout-minutes.",
+    )
+    group.add_argument(
+        "--zero-bubble-device",
+        choices=("cpu", "cuda"),
+        default=None,
+        help="cpu trains on the CPU over gloo; also by ZERO_BUBBLE_DEVICE=cpu in the environment. "
+        "Default: cuda where a CUDA device exists, else cpu.",
+    )
+    return parser
+
+
+def schedule_for(name: str, stages: int, microbatches: int) -> Schedule:
+    """The schedule that ``--pipeline-schedule name`` means for a pipeline and a batch.
+
+    Raises:
+        ConfigurationError: a file that cannot be read, or is for other numbers.
+    """
+    if name in BUILDERS:
+        return build(name, stages, microbatches)
+    flag = f"--pipeline-schedule {name}"
+    if not name.endswith(".json"):
+        raise ConfigurationError(
+            f"{flag}: no such schedule; choose {MEGATRON}, {', '.join(BUILDERS)}, or a file that "
+            "ends in .json"
+        )
+    if not Path(name).is_file():
+        raise ConfigurationError(
+            f"{flag}: no such file; `zero-bubble schedule zb-h1 --output FILE.json` makes one"
+        )
+    try:
+        schedule = load_schedule(name)
+    except ValueError as error:
+        raise ConfigurationError(f"{flag}: {error}") from error
+    if schedule.num_stages != stages:
+        raise ConfigurationError(
+            f"{flag} is for {schedule.num_stages} stages, --pipeline-model-parallel-size is "
+            f"{stages}: make the two equal"
+        )
+    if schedule.num_microbatches != microbatches:
+        raise ConfigurationError(
+            f"{flag} is for {schedule.num_microbatches} microbatches, a batch has {microbatches} "
+            "(--global-batch-size / (--micro-batch-size x data parallel size)): make the two equal"
+        )
+    if schedule.placement.name != "linear":
+        raise ConfigurationError(
+            f"{flag} has the placement {schedule.placement.name}; only linear placement (one chunk "
+            "a stage) can run"
+        )
+    violations = check(schedule)
+    if violations:
+        raise ConfigurationError(f"{flag} cannot run: {violations[0]}")
+    return schedule
+
+
+def validate(args: Any) -> None:
+    """Resolve the alias, then stop with ConfigurationError at a combination that cannot work.
+
+    Runs before Megatron's own validation, which changes arguments.
+    """
+    given = getattr(args, "pipeline_schedule", None)
+    if getattr(args, "enable_zero_bubble", False):
+        if given not in (None, "zb-h1"):
+            raise ConfigurationError(
+                f"--enable-zero-bubble means --pipeline-schedule zb-h1, but --pipeline-schedule is "
+                f"{given}: give one of the two"
+            )
+        given = "zb-h1"
+    args.pipeline_schedule = given or MEGATRON
+    if args.pipeline_schedule == MEGATRON:
+        return
+    limit = getattr(args, "zero_bubble_wait_limit", None)
+    if limit is not None and limit <= 0:
+        raise ConfigurationError(f"--zero-bubble-wait-limit {limit:g}: must be above 0 seconds")
+    flag = f"--pipeline-schedule {args.pipeline_schedule}"
+    stages = args.pipeline_model_parallel_size
+    if stages < 2:
+        raise ConfigurationError(
+            f"{flag} needs a pipeline, but --pipeline-model-parallel-size is {stages}: set it to 2 "
+            "or more, or leave --pipeline-schedule out"
+        )
+    for rule in _RULES:
+        if rule.broken(args):
+            value = rule.value(args)
+            raise ConfigurationError(f"{flag} does not work with {rule.flag}{value}: {rule.remedy}")
+    schedule = schedule_for(args.pipeline_schedule, stages, _microbatches(args))
+    if args.pipeline_schedule not in BUILDERS and args.rampup_batch_size is not None:
+        raise ConfigurationError(
+            f"{flag} is for one number of microbatches, and --rampup-batch-size changes it: use a "
+            f"schedule by name ({', '.join(BUILDERS)})"
+        )
+    if _splits(schedule):
+        if args.transformer_impl != "local":
+            raise ConfigurationError(
+                f"{flag} splits the backward pass of Megatron's local layers, but "
+                f"--transformer-impl is {args.transformer_impl}: add --transformer-impl local"
+            )
+    for reason in bit_identical_order(schedule):
+        print(f"zero-bubble: {flag}: not bit-identical to 1F1B: {reason}", flush=True)
+        break
+
+
+def _splits(schedule: Schedule) -> bool:
+    return any(one.kind is Kind.W for row in schedule.passes for one in row)
+
+
+def _microbatches(args: Any) -> int:
+    ranks_a_replica = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    data_parallel = max(1, args.world_size // ranks_a_replica)
+    micro = args.micro_batch_size or 1
+    batch = args.global_batch_size or micro * data_parallel
+    return max(1, batch // (micro * data_parallel))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A Megatron feature that none of our schedules can run with."""
+
+    flag: str
+    attribute: str
+    remedy: str
+    allowed: tuple[Any, ...] = (None, False)
+
+    def broken(self, args: Any) -> bool:
+        return getattr(args, self.attribute, self.allowed[0]) not in self.allowed
+
+    def value(self, args: Any) -> str:
+        value = getattr(args, self.attribute)
+        return "" if value is True else f" {value}"
+
+
+_INTERLEAVED = "these schedules hold one chunk a stage; leave it out"
+_LEAVE_OUT = "leave it out"
+_RULES = (
+    _Rule("--num-layers-per-virtual-pipeline-stage", "num_layers_per_virtual_pipeline_stage",
+          _INTERLEAVED),
+    _Rule("--num-virtual-stages-per-pipeline-rank", "num_virtual_stages_per_pipeline_rank",
+          _INTERLEAVED),
+    _Rule("--mtp-num-layers", "mtp_num_layers",
+          "multi-token prediction shares the output layer within a microbatch; leave it out"),
+    _Rule("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute",
+          "the output layer's weight gradient is deferred already; leave it out"),
+    _Rule("--delay-wgrad-compute", "delay_wgrad_compute",
+          "weight gradients are delayed already; leave it out"),
+    _Rule("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", _LEAVE_OUT),
+    _Rule("--cuda-graph-impl", "cuda_graph_impl",
+          "a captured graph has Megatron's order of passes; use --cuda-graph-impl none",
+          (None, "none")),
+    _Rule("--enable-cuda-graph", "enable_cuda_graph", _LEAVE_OUT),
+    _Rule("--variable-seq-lengths", "variable_seq_lengths",
+          "messages between stages must have one shape; leave it out"),
+    _Rule("--use-megatron-fsdp", "use_megatron_fsdp", "use Megatron's DistributedDataParallel"),
+    _Rule("--use-torch-fsdp2", "use_torch_fsdp2", "use Megatron's DistributedDataParallel"),
+    _Rule("--gtp-weight-remat-size", "gtp_weight_remat_size", _LEAVE_OUT, (None, 1)),
+    _Rule("--fine-grained-activation-offloading", "fine_grained_activation_offloading", _LEAVE_OUT),
+    _Rule("--cpu-offloading-num-layers", "cpu_offloading_num_layers", _LEAVE_OUT, (None, 0)),
+    _Rule("--moe-paged-stash", "moe_paged_stash", _LEAVE_OUT),
+    _Rule("--moe-expert-rank-capacity-factor", "moe_expert_rank_capacity_factor", _LEAVE_OUT),
+    _Rule("--hybrid-context-parallel", "hybrid_context_parallel", _LEAVE_OUT),
+)  # fmt: skip

@@ -1,0 +1,57 @@
+"""What happens when the adaptor is imported: CPU mode, the version check, the patches."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron.zero_bubble.patches import cpu
+
+__all__ = ["device_flag", "install", "stop"]
+
+USAGE_ERROR = 2  # argparse's own
+DEVICE_FLAG = "--zero-bubble-device"
+
+
+def install() -> None:
+    """Install everything, once a process; a version that cannot work ends it with one message."""
+    try:
+        choice = device_flag(sys.argv[1:])
+        if choice is not None:
+            os.environ[cpu.DEVICE_VARIABLE] = choice
+        cpu.install()
+        _install_patches()
+    except ValueError as error:
+        stop(error)
+
+
+def device_flag(arguments: Sequence[str]) -> str | None:
+    """The value of --zero-bubble-device, needed before Megatron's parser can be imported."""
+    for position, argument in enumerate(arguments):
+        if argument.startswith(DEVICE_FLAG + "="):
+            return argument.partition("=")[2]
+        if argument == DEVICE_FLAG and position + 1 < len(arguments):
+            return arguments[position + 1]
+    return None
+
+
+def stop(error: Exception) -> NoReturn:
+    """End the process as argparse does; one message a machine, not one a rank."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"zero-bubble: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(USAGE_ERROR)
+
+
+def _install_patches() -> None:
+    from megatron.zero_bubble.patches import patching
+
+    patching.check_version()
+    # The training loop's from-imports must exist to be mended.
+    import megatron.training.training  # noqa: F401
+
+    from megatron.zero_bubble.patches import arguments, datasets, schedule
+
+    for part in (arguments, datasets, schedule):
+        part.install()

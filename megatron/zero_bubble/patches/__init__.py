@@ -1,0 +1,1 @@
+"""Everything this project changes in Megatron: one file for each reason."""

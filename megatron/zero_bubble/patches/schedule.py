@@ -1,0 +1,49 @@
+"""Training and evaluation run our schedule where a flag asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.zero_bubble.arguments import MEGATRON, schedule_for
+from megatron.zero_bubble.patches.patching import Patch, apply
+from megatron.zero_bubble.runtime.session import Session
+
+__all__ = ["current_session", "install"]
+
+_sessions: list[Session] = []
+"""The run's one session, once a batch has asked for it."""
+
+
+def install() -> None:
+    """Patch the two places where Megatron's training loop picks its schedule."""
+    apply(
+        Patch(
+            "megatron.core.pipeline_parallel.schedules",
+            "get_forward_backward_func",
+            "--pipeline-schedule picks the order of passes, in training and evaluation",
+            _choosing,
+        )
+    )
+
+
+def current_session() -> Session | None:
+    """The session of this process; None while Megatron's own schedule runs."""
+    return _sessions[0] if _sessions else None
+
+
+def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_forward_backward_func(*given: Any, **options: Any) -> Any:
+        from megatron.training import get_args
+
+        args = get_args()
+        name = getattr(args, "pipeline_schedule", None) or MEGATRON
+        if name == MEGATRON:
+            return original(*given, **options)
+        if not _sessions:
+            limit = args.zero_bubble_wait_limit or 60.0 * args.distributed_timeout_minutes
+            _sessions.append(Session(partial(schedule_for, name), wait_limit=limit))
+        return _sessions[0].forward_backward
+
+    return get_forward_backward_func

@@ -1,0 +1,1 @@
+"""The machine that runs a program: interpreter, transport, split layers, pending W passes."""

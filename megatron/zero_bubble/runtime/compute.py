@@ -1,0 +1,191 @@
+"""F, B and W of Megatron's model chunks, in Megatron's own forward and backward steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
+from zero_bubble.program import Flow, Instruction, Run
+from zero_bubble.schedule import Kind
+
+__all__ = ["BatchOptions", "MegatronCompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """What Megatron's training loop asks of one call of the forward_backward function."""
+
+    forward_step_func: Callable[..., Any]
+    num_microbatches: int
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    force_all_reduce: bool | None = False
+
+
+class MegatronCompute:
+    """Computes the passes of one stage for one batch; see `runtime.interpreter.Compute`.
+
+    Args:
+        models: the stage's model chunks, as the training loop holds them (wrapped).
+        data_iterators: one a chunk.
+        config: the model's config, shared by the chunks.
+        groups: process groups of this rank.
+        message_shape: shape of activations and gradients between stages.
+        instructions: what the stage will run; tells which pass of a chunk is its last.
+        last_chunk: the chunk that computes the loss, if it is on this stage.
+        first_stage: whether this stage holds the model's beginning.
+    """
+
+    def __init__(
+        self,
+        *,
+        models: Sequence[torch.nn.Module],
+        data_iterators: Sequence[Any],
+        config: Any,
+        groups: ProcessGroupCollection,
+        message_shape: Sequence[int],
+        instructions: Sequence[Instruction],
+        last_chunk: int | None,
+        first_stage: bool,
+        store: WeightGradStore,
+        options: BatchOptions,
+    ) -> None:
+        self._models, self._data_iterators = models, data_iterators
+        self._config, self._groups, self._shape = config, groups, tuple(message_shape)
+        self._last_chunk, self._options, self._store = last_chunk, options, store
+        self._device = next(models[0].parameters()).device
+        runs = [one.what for one in instructions if isinstance(one, Run)]
+        self.split_chunks = frozenset(one.chunk for one in runs if one.kind is Kind.W)
+        self._first_forward = {one.chunk: one for one in reversed(runs) if one.kind is Kind.F}
+        # Parameters get their last gradient in the last B (norms, biases) or the last W (split
+        # weights); only those two may report them as ready for reduction.
+        self._last_backward = {
+            one.chunk: one.microbatch for one in runs if one.kind in (Kind.B, Kind.BW)
+        }
+        self._last_weight = {
+            one.chunk: one.microbatch for one in runs if one.kind in (Kind.W, Kind.BW)
+        }
+        self._sync_in_backward = config.grad_sync_func is None or first_stage
+        self._no_sync: list[AbstractContextManager[Any] | None] = [None] * len(models)
+        self.losses: list[Any] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=self._device)
+        for chunk in range(len(models)):
+            self._hold_sync(chunk)
+
+    def forward(
+        self, chunk: int, microbatch: int, input: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        options, last = self._options, chunk == self._last_chunk
+        with self._store.deferred(chunk in self.split_chunks):
+            output, num_tokens = schedules.forward_step(
+                options.forward_step_func,
+                self._data_iterators[chunk],
+                self._models[chunk],
+                options.num_microbatches,
+                input,
+                self.losses,
+                self._config,
+                self._groups.cp.size(),
+                collect_non_loss_data=options.collect_non_loss_data,
+                is_first_microbatch=schedules.check_first_val_step(
+                    options.first_val_step,
+                    options.forward_only,
+                    self._first_forward[chunk].microbatch == microbatch,
+                ),
+                current_microbatch=microbatch,
+                vp_stage=chunk if len(self._models) > 1 else None,
+                is_last_stage=last,
+            )
+        self.num_tokens += num_tokens.to(self._device)
+        message = None if last else output.detach()
+        if not options.forward_only:
+            # The message keeps the data until it has left; B needs the graph behind it only.
+            schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        return output, message
+
+    def backward(
+        self,
+        chunk: int,
+        microbatch: int,
+        input: torch.Tensor | None,
+        output: torch.Tensor,
+        output_grad: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        split = chunk in self.split_chunks
+        collecting = self._store.collecting(chunk, microbatch) if split else nullcontext()
+        with (
+            self._store.deferred(split),
+            collecting,
+            self._synchronized(chunk, microbatch, self._last_backward),
+        ):
+            gradient: torch.Tensor | None = schedules.backward_step(
+                input, output, output_grad, self._config
+            )
+        return gradient
+
+    def weight(self, chunk: int, microbatch: int) -> None:
+        with self._synchronized(chunk, microbatch, self._last_weight):
+            self._store.run(chunk, microbatch)
+
+    def buffer(self, flow: Flow) -> torch.Tensor:
+        return torch.empty(self._shape, dtype=self._config.pipeline_dtype, device=self._device)
+
+    def finalize(self) -> None:
+        config = self._config
+        for chunk in range(len(self._models)):
+            self._release_sync(chunk)
+        if not self._sync_in_backward:
+            for function, model in zip(
+                _as_list(config.grad_sync_func), self._models, strict=True
+            ):
+                function(model.parameters())
+        if config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func(
+                list(self._models),
+                self.num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=self._groups,
+                force_all_reduce=self._options.force_all_reduce,
+            )
+
+    def close(self) -> None:
+        """Leave all contexts, whatever happened."""
+        for chunk in range(len(self._models)):
+            self._release_sync(chunk)
+
+    @contextmanager
+    def _synchronized(
+        self, chunk: int, microbatch: int, last: dict[int, int]
+    ) -> Iterator[None]:
+        """Gradients may be reduced as they get ready, if this is the pass that completes them."""
+        if not (self._sync_in_backward and last[chunk] == microbatch):
+            yield
+            return
+        self._release_sync(chunk)
+        try:
+            yield
+        finally:
+            self._hold_sync(chunk)
+
+    def _hold_sync(self, chunk: int) -> None:
+        no_sync = self._config.no_sync_func
+        if no_sync is not None and self._no_sync[chunk] is None:
+            context = _as_list(no_sync)[chunk]()
+            context.__enter__()
+            self._no_sync[chunk] = context
+
+    def _release_sync(self, chunk: int) -> None:
+        context, self._no_sync[chunk] = self._no_sync[chunk], None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

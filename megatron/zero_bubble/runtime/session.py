@@ -1,0 +1,215 @@
+"""The run's state: Megatron's forward_backward function, by interpretation of a schedule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron.zero_bubble.errors import ConfigurationError
+from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
+from megatron.zero_bubble.runtime.interpreter import Event, Interpreter, Observer
+from megatron.zero_bubble.runtime.layers import split_linears
+from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
+from zero_bubble.builders import build
+from zero_bubble.lower import lower
+from zero_bubble.program import Instruction, Program, Run, channels_between
+from zero_bubble.schedule import Kind, Schedule
+
+__all__ = ["BatchRecord", "Session"]
+
+logger = logging.getLogger(__name__)
+
+BuildSchedule = Callable[[int, int], Schedule]
+"""(stages, microbatches) -> the schedule to run; ConfigurationError if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """What happened in one call, for those who watch."""
+
+    program: Program
+    stage: int
+    forward_only: bool
+    events: tuple[Event, ...]
+    weight_store_peak: int
+
+
+class Session:
+    """One rank's part of the pipeline, from the first batch to the last.
+
+    `forward_backward` has the signature of Megatron's forward_backward functions and takes their
+    place. Programs are made once for each number of microbatches; channels are connected, and
+    linear layers split, at the first batch.
+
+    Args:
+        build_schedule: makes the schedule for a number of microbatches.
+        wait_limit: seconds a stage may wait for a message.
+    """
+
+    def __init__(self, build_schedule: BuildSchedule, *, wait_limit: float) -> None:
+        self._build_schedule, self._wait_limit = build_schedule, wait_limit
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._transport: Transport | None = None
+        self._split: set[int] = set()
+        self.store = WeightGradStore()
+        self.listeners: list[Callable[[BatchRecord], None]] = []
+        """Called after every batch."""
+        self.observer: Observer | None = None
+        """Told of every instruction."""
+
+    def schedule(self, num_microbatches: int, stages: int) -> Schedule:
+        """The schedule that training runs."""
+        return self._build_schedule(stages, num_microbatches)
+
+    def program(self, num_microbatches: int, stages: int, *, forward_only: bool) -> Program:
+        """The program for a batch of this many microbatches, made once."""
+        key = num_microbatches, forward_only
+        if key not in self._programs:
+            # Without backward passes there is one sensible order, whatever training runs.
+            schedule = (
+                build("gpipe", stages, num_microbatches)
+                if forward_only
+                else self.schedule(num_microbatches, stages)
+            )
+            self._programs[key] = lower(schedule, forward_only=forward_only)
+        return self._programs[key]
+
+    def forward_backward(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: torch.nn.Module | list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run all passes of a batch on this stage.
+
+        Returns the reduced losses, one a microbatch, on the stage that computes the loss; an empty
+        list elsewhere.
+        """
+        if adjust_tensor_shapes_fn is not None or p2p_communicator is not None:
+            raise ConfigurationError(
+                "--pipeline-schedule runs models whose stages all exchange tensors of one shape; "
+                "distillation and multi-module pipelines need --pipeline-schedule megatron"
+            )
+        models = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(models[0])
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        stage, stages = groups.pp.rank(), groups.pp.size()
+        program = self.program(num_microbatches, stages, forward_only=forward_only)
+        placement = program.placement
+        if len(models) != placement.num_chunks(stage):
+            raise ConfigurationError(
+                f"the schedule {program.name} has {placement.num_chunks(stage)} chunks on stage "
+                f"{stage}, the model has {len(models)}"
+            )
+        instructions = program.instructions[stage]
+        options = BatchOptions(
+            forward_step_func,
+            num_microbatches,
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+            force_all_reduce,
+        )
+        last_stage, last_chunk = placement.owner(placement.num_positions - 1)
+        self.store.begin_iteration()
+        if not forward_only:
+            self._split_once(models, instructions)
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(
+                barrier=config.barrier_with_L1_time
+            )
+        compute = MegatronCompute(
+            models=models,
+            data_iterators=iterators,
+            config=config,
+            groups=groups,
+            message_shape=schedules.get_tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                config=config,
+                tp_group=groups.tp,
+                cp_group=groups.cp,
+            )[0],
+            instructions=instructions,
+            last_chunk=last_chunk if stage == last_stage else None,
+            first_stage=placement.owner(0)[0] == stage,
+            store=self.store,
+            options=options,
+        )
+        interpreter = Interpreter(
+            stage,
+            compute,
+            self._connected(program, groups.pp, next(models[0].parameters()).device),
+            split_chunks=compute.split_chunks,
+            keep_for_backward=not forward_only,
+            observer=self.observer,
+        )
+        try:
+            interpreter.run(instructions)
+        finally:
+            compute.close()
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        if self.listeners:
+            record = BatchRecord(
+                program, stage, forward_only, tuple(interpreter.log), self.store.peak
+            )
+            for listener in self.listeners:
+                listener(record)
+        return compute.losses
+
+    def _split_once(
+        self, models: list[torch.nn.Module], instructions: Sequence[Instruction]
+    ) -> None:
+        new = [one for one in models if id(one) not in self._split]
+        splits = any(isinstance(one, Run) and one.what.kind is Kind.W for one in instructions)
+        if not splits or not new:
+            return
+        report = split_linears(new, self.store)
+        self._split.update(map(id, new))
+        if not report.split:
+            raise ConfigurationError(
+                "the schedule splits B and W, but no layer of the model can be split (found "
+                f"{', '.join(report.whole[:4]) or 'no linear layer'}): use Megatron's local "
+                "layers (--transformer-impl local), or --pipeline-schedule 1f1b"
+            )
+        logger.info("%d linear layers give B and W apart", len(report.split))
+        if report.whole:
+            logger.warning("W stays in B for: %s", ", ".join(report.whole))
+
+    def _connected(
+        self, program: Program, group: dist.ProcessGroup, device: torch.device
+    ) -> Transport:
+        if self._transport is None:
+            self._transport = Transport(
+                channels_between(program.placement),
+                stage=group.rank(),
+                ranks=dist.get_process_group_ranks(group),
+                backend=dist.get_backend(group),
+                device=device,
+                wait_limit=self._wait_limit,
+            )
+        return self._transport

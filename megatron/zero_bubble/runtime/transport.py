@@ -1,0 +1,149 @@
+"""Messages between stages: one in-order line a channel, non-blocking both ways."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.errors import PipelineError
+from zero_bubble.program import Channel
+
+__all__ = ["Receipt", "Transport"]
+
+
+class Work(Protocol):
+    """The part of torch.distributed's Work that is used."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+    def is_completed(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """A posted receive: the buffer is good after `Transport.wait`."""
+
+    channel: Channel
+    buffer: torch.Tensor
+    work: Work
+
+
+class Transport:
+    """Point-to-point messages of one stage of one pipeline.
+
+    Every channel is a process group of its own with two members: a communicator and a stream on
+    NCCL, a set of connections on gloo. So messages of one channel arrive in the order sent, and
+    those of different channels do not wait for each other. A message moves only once both sides
+    have asked for it, so the receiver posts early (`zero_bubble.lower`).
+
+    Groups are made and connected when the transport is, by all ranks of the job together.
+
+    Args:
+        channels: all channels of a pipeline, in one order on all ranks.
+        stage: this stage.
+        ranks: global rank of every stage of this pipeline.
+        backend: ``nccl`` or ``gloo``.
+        device: where messages live.
+        wait_limit: seconds that a wait may take. On NCCL it is enforced by torch's watchdog.
+    """
+
+    def __init__(
+        self,
+        channels: Iterable[Channel],
+        *,
+        stage: int,
+        ranks: Sequence[int],
+        backend: str,
+        device: torch.device,
+        wait_limit: float,
+    ) -> None:
+        self._stage, self._ranks, self._device = stage, tuple(ranks), device
+        self._wait_limit = wait_limit
+        # Waiting on NCCL only orders streams, and must not stop the host.
+        self._host_waits = backend != "nccl"
+        self._groups: dict[Channel, dist.ProcessGroup] = {}
+        self._sent: dict[Channel, deque[tuple[Work, torch.Tensor]]] = defaultdict(deque)
+        self._connect(tuple(channels), backend)
+
+    def _connect(self, channels: Sequence[Channel], backend: str) -> None:
+        # torch names a group by how many were made before it, so that every rank of the job has
+        # to take part in the making of every group, the other pipelines' included.
+        pipelines: list[tuple[int, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(pipelines, self._ranks)
+        for ranks in sorted(set(pipelines)):
+            for channel in channels:
+                group = dist.new_group(
+                    [ranks[channel.source], ranks[channel.target]],
+                    timeout=timedelta(seconds=self._wait_limit),
+                    backend=backend,
+                    group_desc=f"zero-bubble {channel}",
+                )
+                if ranks == self._ranks and self._stage in (channel.source, channel.target):
+                    self._groups[channel] = group
+        # One message now, so that no communicator is made in the middle of an iteration.
+        for channel in self._groups:
+            hello = torch.zeros(1, device=self._device)
+            if channel.source == self._stage:
+                self.send(channel, hello)
+                self.drain()
+            else:
+                self.wait(self.receive(channel, hello))
+
+    def receive(self, channel: Channel, buffer: torch.Tensor) -> Receipt:
+        """Post the receive of the channel's next message into ``buffer``."""
+        source = self._ranks[channel.source]
+        work = dist.irecv(buffer, source, group=self._groups[channel])
+        assert work is not None  # None only for ranks outside the group
+        return Receipt(channel, buffer, work)
+
+    def wait(self, receipt: Receipt) -> torch.Tensor:
+        """The received message; PipelineError if the peer is gone or the limit passes."""
+        self._await(receipt.work, receipt.channel)
+        return receipt.buffer
+
+    def send(self, channel: Channel, message: torch.Tensor) -> None:
+        """Start sending; the message is kept until it has left."""
+        self._forget_completed(channel)
+        message = message.contiguous()
+        target = self._ranks[channel.target]
+        work = dist.isend(message, target, group=self._groups[channel])
+        assert work is not None
+        self._sent[channel].append((work, message))
+
+    def drain(self) -> None:
+        """Wait until all messages have left."""
+        for channel, sent in self._sent.items():
+            while sent:
+                work, _ = sent.popleft()
+                self._await(work, channel)
+
+    def _forget_completed(self, channel: Channel) -> None:
+        sent = self._sent[channel]
+        while sent and sent[0][0].is_completed():
+            sent.popleft()
+
+    def _await(self, work: Work, channel: Channel) -> None:
+        if not self._host_waits:
+            work.wait()
+            return
+        try:
+            work.wait(timedelta(seconds=self._wait_limit))
+        except RuntimeError as error:
+            peer = channel.source if channel.target == self._stage else channel.target
+            timed_out = "Timed out" in str(error) or "timed out" in str(error)
+            what = (
+                f"waited {self._wait_limit:g} s (the limit) on"
+                if timed_out
+                else "lost the connection of"
+            )
+            raise PipelineError(
+                f"{what} channel {channel}, whose other end is stage {peer} "
+                f"(rank {self._ranks[peer]}): "
+                + ("that stage is stuck" if timed_out else "that stage's process ended")
+                + "; look at its own output"
+            ) from error
