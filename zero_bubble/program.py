@@ -1,4 +1,4 @@
-"""What a stage executes: a schedule's passes with their communication, one instruction at a time."""
+"""What a stage executes: a schedule's passes with their communication, as instructions."""
 
 from __future__ import annotations
 

@@ -1,0 +1,158 @@
+"""The command line: what it prints, what it writes, and with which code it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_bubble.builders import BUILDERS, build
+from zero_bubble.cli import main
+from zero_bubble.costs import Costs
+from zero_bubble.export.json_io import load_schedule_and_costs, save_costs, save_schedule
+from zero_bubble.placement import linear
+
+ROOT = Path(__file__).parents[2]
+SIZE = ["--stages", "4", "--microbatches", "8"]
+Capture = pytest.CaptureFixture[str]
+
+
+def test_compare_shows_the_paper_s_figures(capsys: Capture) -> None:
+    assert main(["compare", *SIZE, "--t-f", "1", "--t-b", "1", "--t-w", "1"]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert table == [
+        ["gpipe", "33.00", "27.27%", "27.27%", "8", "0"],
+        ["1f1b", "33.00", "27.27%", "27.27%", "4", "0"],
+        ["zb-h1", "27.00", "11.11%", "11.11%", "4", "4"],
+        ["zb-h2", "24.00", "0.00%", "0.00%", "7", "7"],
+    ]
+
+
+def test_compare_with_other_times(capsys: Capture) -> None:
+    assert main(["compare", *SIZE, "--t-f", "3", "--t-b", "4", "--t-w", "2"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()[1:]}
+    # 8 * 9 = 72 of work; 3 * (3 + 4 + 2), 3 * (3 + 4 - 2) and 3 * (3 + 4 - 4) of bubble.
+    assert rows["1f1b"][1:4] == ["99.00", f"{27 / 99:.2%}", f"{27 / 99:.2%}"]
+    assert rows["zb-h1"][1:4] == ["87.00", f"{15 / 87:.2%}", f"{15 / 87:.2%}"]
+    assert rows["zb-h2"][3] == f"{9 / 81:.2%}"
+
+
+def test_compare_has_no_formula_with_messages_that_take_time(capsys: Capture) -> None:
+    assert main(["compare", *SIZE, "--t-comm", "0.1"]) == 0
+    assert {line.split()[3] for line in capsys.readouterr().out.splitlines()[1:]} == {"-"}
+
+
+def test_schedule_prints_and_saves(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    flags = ["--t-f", "2", "--m-b", "10", "--m-w", "5", "--output", str(path)]
+    assert main(["schedule", "zb-h1", "--stages", "2", "--microbatches", "2", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "stage 0  0F0 0F1 0I0 0W0 0I1 0W1\n" in printed
+    assert "zb-h1: cost 14 ms, bubble rate 14.29%, peak memory 20, 15" in printed
+    costs = Costs.uniform(linear(2), 2, 2, 2, m_b=10, m_w=5)
+    assert load_schedule_and_costs(path) == (build("zb-h1", 2, 2), costs)
+
+
+@pytest.mark.parametrize("name", list(BUILDERS))
+def test_check_accepts_what_the_builders_make(name: str, capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    save_schedule(build(name, 3, 5), path)
+    assert main(["check", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: legal\n{path}: bit-identical to 1F1B\n"
+
+
+def test_check_refuses_with_1(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    save_schedule(build("zb-h1", 2, 2), path)
+    path.write_text(path.read_text().replace("0F0 0F1 0I0", "0F0 0I0 0F1", 1))
+    assert main(["check", str(path)]) == 0
+    path.write_text(path.read_text().replace("0F0 0I0 0F1", "0I0 0F0 0F1", 1))
+    assert main(["check", str(path)]) == 1
+    assert f"{path}: stage 0, 0I0: order: runs before 0F0\n" in capsys.readouterr().out
+
+
+def test_check_looks_at_memory(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    save_schedule(build("zb-h2", 4, 8), path)
+    assert main(["check", str(path), "--memory-limit", "7"]) == 0
+    assert main(["check", str(path), "--memory-limit", "4"]) == 1
+    assert "stage 0, 0F4: memory: holds 5, limit 4" in capsys.readouterr().out
+
+
+def test_check_notes_another_order_of_accumulation(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    save_schedule(build("zb-h1", 1, 2), path)
+    text = path.read_text()
+    assert "0F0 0I0 0W0 0F1 0I1 0W1" in text
+    path.write_text(text.replace("0F0 0I0 0W0 0F1 0I1 0W1", "0F0 0I0 0F1 0I1 0W1 0W0"))
+    assert main(["check", str(path)]) == 0
+    assert "note: stage 0, 0W0: not bit-identical" in capsys.readouterr().out
+
+
+def test_draw_names_and_files(capsys: Capture, tmp_path: Path) -> None:
+    path, picture = tmp_path / "one.json", tmp_path / "one.svg"
+    save_schedule(build("zb-h2", 4, 8), path, Costs.uniform(linear(4), 5, 5, 5))
+    assert main(["draw", "1f1b", str(path), *SIZE]) == 0
+    printed = capsys.readouterr().out
+    assert "1f1b: cost 33 ms" in printed
+    assert "zb-h2: cost 120 ms" in printed  # the file's own costs
+    assert main(["draw", "1f1b", str(path), *SIZE, "--t-f", "1", "--svg", str(picture)]) == 0
+    assert "cost 24 ms" in picture.read_text()  # those on the command line
+
+
+def test_costs_from_a_file(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    save_costs(Costs.uniform(linear(4), 10, 10, 10), path)
+    assert main(["compare", *SIZE, "--costs", str(path)]) == 0
+    assert "330.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND (see zero-bubble --help)"),
+        (["schedule", "zb-h3", *SIZE], "no schedule is called 'zb-h3'; known: gpipe, 1f1b"),
+        (["schedule", "zb-h1", "--stages", "2"], "arguments are required: --microbatches"),
+        (["compare", "--stages", "four", "--microbatches", "8"], "invalid int value: 'four'"),
+        (["compare", "--stages", "0", "--microbatches", "8"], "at least 1 stage"),
+        (["compare", *SIZE, "--t-f", "-1"], "t_f of stage 0, chunk 0, must be a finite number"),
+        (["compare", *SIZE, "--costs", "x", "--t-f", "1"], "--t-f and --costs exclude each other"),
+        (["compare", *SIZE, "--costs", "/no/file"], "No such file or directory: '/no/file'"),
+        (["check", "/no/file"], "No such file or directory: '/no/file'"),
+        (["draw", "1f1b"], "1f1b needs --stages and --microbatches"),
+        (["draw", "nothing"], "'nothing' is neither a file nor one of gpipe, 1f1b"),
+    ],
+)
+def test_a_user_s_error_ends_with_2(arguments: list[str], message: str, capsys: Capture) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("zero-bubble: ")
+    assert message in captured.err
+
+
+def test_python_m_and_a_reader_that_goes_away() -> None:
+    command = f"{sys.executable} -m zero_bubble schedule zb-h1 --stages 8 --microbatches 2000"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -c 7"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stage 0", "")
+
+
+def test_the_benchmark_of_table_5_agrees() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/table5.py"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 of 36 rates differ" in done.stdout

@@ -1,0 +1,1 @@
+"""Schedules for people and programs to read: terminal, SVG, JSON."""

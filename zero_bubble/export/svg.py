@@ -1,0 +1,194 @@
+"""Timelines as one self-contained SVG picture, readable on light and on dark pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from zero_bubble.schedule import Kind
+from zero_bubble.simulate import Span, Timeline
+
+__all__ = ["draw", "draw_all"]
+
+_LEFT, _RIGHT, _TOP = 78, 96, 14
+_TITLE, _ROW, _GAP, _BETWEEN = 34, 26, 4, 26
+_AXIS, _LEGEND = 34, 40
+_LABEL_WIDTH = 6.6
+"""Width of a digit of a pass's label, in pixels."""
+
+_STYLE = """
+  text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
+  .title { font-size: 15px; font-weight: 600; fill: #1f2328; }
+  .figure, .name, .tick { fill: #59636e; }
+  .strong { fill: #1f2328; font-weight: 600; }
+  .mb { font-size: 11px; text-anchor: middle; fill: #fff; }
+  .mb.dark { fill: #06281c; }
+  .track { fill: #f4f6f8; }
+  .idle { fill: #d8dee4; }
+  .grid { stroke: #d1d9e0; stroke-width: 1; }
+  .F { fill: #3b6fd6; }
+  .B { fill: #0f9aa0; }
+  .W { fill: #63c27c; }
+  .F.other { fill: #7c3fc4; }
+  .B.other { fill: #c26a12; }
+  .W.other { fill: #d9b23c; }
+  @media (prefers-color-scheme: dark) {
+    .figure, .name, .tick { fill: #9198a1; }
+    .title, .strong { fill: #f0f6fc; }
+    .track { fill: #161b22; }
+    .idle { fill: #30363d; }
+    .grid { stroke: #3d444d; }
+    .F { fill: #4a7ee6; }
+    .B { fill: #12a5ab; }
+    .W { fill: #5cb874; }
+  }
+"""
+
+
+def draw(timeline: Timeline, *, title: str | None = None, width: int = 1100) -> str:
+    """The SVG of one timeline; see `draw_all`."""
+    return draw_all([timeline], titles=None if title is None else [title], width=width)
+
+
+def draw_all(
+    timelines: Sequence[Timeline], *, titles: Sequence[str] | None = None, width: int = 1100
+) -> str:
+    """The SVG of several timelines below each other, on one time scale.
+
+    A row a stage: F blue, B teal, W green, the fused backward half teal and half green, microbatch
+    numbers in them, gray where a stage idles between its first and its last pass. A stage's second
+    and later chunks have colours of their own. At the right the bubble rate, and each stage's peak
+    memory in the unit of the costs.
+    ``titles`` are the schedules' names by default; ``width`` is in pixels. ValueError for no
+    timeline, a number of titles that differs, or a width below 400.
+    """
+    if not timelines:
+        raise ValueError("at least one timeline is needed for a picture")
+    if titles is None:
+        titles = [one.schedule.name or "schedule" for one in timelines]
+    if len(titles) != len(timelines):
+        raise ValueError(f"{len(titles)} titles for {len(timelines)} timelines: one each is needed")
+    if width < 400:
+        raise ValueError(f"width must be at least 400 pixels, not {width}")
+    end = max((span.end for one in timelines for row in one.spans for span in row), default=0.0)
+    scale = _Scale(end or 1.0, width - _LEFT - _RIGHT)
+    top, body = _TOP, list[str]()
+    for timeline, title in zip(timelines, titles, strict=True):
+        body += _panel(timeline, title, scale, top)
+        top += _TITLE + timeline.schedule.num_stages * (_ROW + _GAP) + _BETWEEN
+    body += _axis(scale, top - _BETWEEN + 6)
+    top += _AXIS - _BETWEEN + 6
+    chunks = max(len(held) for one in timelines for held in one.schedule.placement.positions)
+    fused = any(span.what.kind is Kind.BW for one in timelines for row in one.spans for span in row)
+    body += _legend(top, chunks, fused)
+    height = top + _LEGEND
+    name = escape(", ".join(titles), quote=True)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" aria-label="Pipeline timelines: {name}">\n'
+        f"<style>{_STYLE}</style>\n" + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    end: float
+    """Last end of all timelines, in ms."""
+    pixels: int
+    """Width of the part of the picture that shows time."""
+
+    def x(self, time: float) -> float:
+        return _LEFT + time / self.end * self.pixels
+
+
+def _panel(timeline: Timeline, title: str, scale: _Scale, top: int) -> Iterator[str]:
+    margin = _LEFT + scale.pixels + 12
+    base = top + 16
+    rate = f"{timeline.bubble_rate:.2%}".replace("%", " %")
+    figures = f"bubble {rate} · cost {timeline.cost:.6g} ms"
+    yield _text(_LEFT, base, title, "title")
+    yield _text(_LEFT + scale.pixels, base, figures, "figure strong", anchor="end")
+    yield _text(margin, base, "peak memory", "figure")
+    for stage, memory in enumerate(timeline.peak_memory):
+        y = top + _TITLE - 6 + stage * (_ROW + _GAP)
+        middle = y + _ROW / 2 + 4
+        yield _text(_LEFT - 12, middle, f"stage {stage}", "name", anchor="end")
+        yield _box(_LEFT, y, scale.pixels, "track")
+        if spans := timeline.spans[stage]:
+            left, right = scale.x(spans[0].start), scale.x(spans[-1].end)
+            yield _box(left, y, right - left, "idle")
+        for span in timeline.spans[stage]:
+            yield from _pass(timeline, stage, span, scale, y)
+        yield _text(margin, middle, f"{memory:.4g}", "figure strong")
+
+
+def _pass(timeline: Timeline, stage: int, span: Span, scale: _Scale, y: int) -> Iterator[str]:
+    left, right = scale.x(span.start), scale.x(span.end)
+    # A hair between passes, so that neighbours of one kind can be told apart.
+    width = max(right - left - 0.8, 0.4)
+    what = span.what
+    other = " other" if what.chunk else ""
+    room = width  # for the label, which does not cross the seam of a fused backward
+    yield f"<g><title>stage {stage}, {what}: {span.start:.6g} to {span.end:.6g} ms</title>"
+    if what.kind is Kind.BW:
+        b, w = (timeline.costs.duration(kind, stage, what.chunk) for kind in (Kind.B, Kind.W))
+        part = width * b / (b + w) if b + w else width
+        room = part
+        yield _box(left, y, part, f"B{other}")
+        yield _box(left + part, y, width - part, f"W{other}")
+    else:
+        yield _box(left, y, width, f"{what.kind}{other}")
+    label = str(what.microbatch)
+    if len(label) * _LABEL_WIDTH < room:
+        shade = "mb dark" if what.kind is Kind.W else "mb"
+        yield _text(left + room / 2, y + _ROW / 2 + 4, label, shade)
+    yield "</g>"
+
+
+def _axis(scale: _Scale, y: int) -> Iterator[str]:
+    yield (f'<line class="grid" x1="{_LEFT}" y1="{y}" x2="{_LEFT + scale.pixels}" y2="{y}"/>')
+    step = _step(scale.end)
+    for number in range(int(scale.end / step * (1 + 1e-9)) + 1):
+        x = scale.x(number * step)
+        yield f'<line class="grid" x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 5}"/>'
+        yield _text(x, y + 19, f"{number * step:.6g}", "tick", anchor="middle")
+    yield _text(_LEFT + scale.pixels + 12, y + 19, "ms", "tick")
+
+
+def _step(end: float) -> float:
+    """A round distance between ticks (1, 2 or 5 times a power of ten), 5 to 12 of them."""
+    power = 10.0 ** math.floor(math.log10(end / 6))
+    return next(power * n for n in (1, 2, 5, 10) if end / (power * n) <= 12)
+
+
+def _legend(y: int, chunks: int, fused: bool) -> Iterator[str]:
+    entries: list[tuple[tuple[str, ...], str]] = [
+        (("F",), "F: forward"),
+        (("B",), "B: gradient of the input"),
+        (("W",), "W: gradient of the weights"),
+    ]
+    if fused:
+        entries.append((("B", "W"), "fused backward"))
+    if chunks > 1:
+        entries.append((("F other", "B other", "W other"), "F, B, W of later chunks"))
+    entries.append((("idle",), "idle"))
+    x = float(_LEFT)
+    for classes, label in entries:
+        for shade in classes:
+            yield f'<rect class="{shade}" x="{x:.1f}" y="{y + 8}" width="12" height="12"/>'
+            x += 12
+        yield _text(x + 6, y + 18, label, "name")
+        x += 6 + len(label) * _LABEL_WIDTH + 18
+
+
+def _box(x: float, y: float, width: float, shade: str) -> str:
+    return (
+        f'<rect class="{shade}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" rx="1.5"/>'
+    )
+
+
+def _text(x: float, y: float, text: str, shade: str, anchor: str = "") -> str:
+    place = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text class="{shade}" x="{x:.2f}" y="{y:.1f}"{place}>{escape(text)}</text>'

@@ -1,0 +1,205 @@
+"""When every pass of a schedule runs, and what that costs in time and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_bubble.costs import Costs
+from zero_bubble.schedule import Kind, Pass, Schedule
+
+__all__ = ["Span", "Timeline", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A pass with its times in ms."""
+
+    what: Pass
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A schedule with times: ``spans[stage]`` in the order they run."""
+
+    schedule: Schedule
+    costs: Costs
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def cost(self) -> float:
+        """Longest time from a stage's first start to its last end, in ms (paper, section 5.3).
+
+        Stages need not start together: without a barrier at the end of an iteration, a stage that
+        starts late also ends late, and goes on into the next.
+        """
+        return max((row[-1].end - row[0].start for row in self.spans if row), default=0.0)
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        """Time each stage computes, in ms."""
+        return tuple(
+            sum(self.costs.duration(one.what.kind, stage, one.what.chunk) for one in row)
+            for stage, row in enumerate(self.spans)
+        )
+
+    @property
+    def bubble_rate(self) -> float:
+        """(cost - ideal) / cost; 0.1 is 10 %.
+
+        The paper's ideal is m(T_F+T_B+T_W). Where stages differ it is the largest stage's work,
+        the least that any order could cost.
+        """
+        return (self.cost - max(self.work)) / self.cost if self.cost else 0.0
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Time each stage does not compute in an iteration of length ``cost``, in ms."""
+        return tuple(self.cost - work for work in self.work)
+
+    @property
+    def peak_memory(self) -> tuple[float, ...]:
+        """Most memory each stage holds, in the unit of the costs (paper, section 3.1).
+
+        F takes M_B at its start; B frees M_B - M_W and W frees M_W at their ends, BW frees M_B.
+        """
+        return tuple(map(self._peak_memory, range(self.schedule.num_stages)))
+
+    def _peak_memory(self, stage: int) -> float:
+        m_b, m_w = self.costs.m_b[stage], self.costs.m_w[stage]
+        # Whole counts, not a running sum: a sum of fractions would drift with m.
+        held, waiting = [0] * len(m_b), [0] * len(m_b)
+        peak = 0.0
+        for one in self.schedule.passes[stage]:
+            match one.kind:
+                case Kind.F:
+                    held[one.chunk] += 1
+                case Kind.B:
+                    held[one.chunk] -= 1
+                    waiting[one.chunk] += 1
+                case Kind.W:
+                    waiting[one.chunk] -= 1
+                case Kind.BW:
+                    held[one.chunk] -= 1
+            now = sum(n * b + k * w for n, b, k, w in zip(held, m_b, waiting, m_w, strict=True))
+            peak = max(peak, now)
+        return peak
+
+    @property
+    def peak_weight_store(self) -> tuple[int, ...]:
+        """Most (chunk, microbatch) entries that wait on a stage for W, counted after each B."""
+        return tuple(map(self._peak_weight_store, range(self.schedule.num_stages)))
+
+    def _peak_weight_store(self, stage: int) -> int:
+        waiting = peak = 0
+        for one in self.schedule.order(stage, (Kind.B, Kind.W)):
+            waiting += 1 if one.kind is Kind.B else -1
+            peak = max(peak, waiting)
+        return peak
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run every stage's passes in order, each as soon as its input is there.
+
+    A message takes `Costs.comm` after the pass that produced it ends, and does not hold up either
+    stage's computation. Linear in the number of passes. ValueError if the costs do not fit the
+    placement, a pass is not of this schedule's chunks and microbatches, or the stages wait for each
+    other (the error says on which pass, and for what).
+    """
+    costs.require(schedule.placement)
+    return Timeline(schedule, costs, _Simulation(schedule, costs).run())
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a pass's input comes from, and how long after the end of that pass it is there."""
+
+    kind: Kind
+    stage: int
+    chunk: int
+    delay: float
+
+
+class _Simulation:
+    """The state of one run: how far each stage has come, and when what it made was ready."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule = schedule
+        self.costs = costs
+        self.spans: list[list[Span]] = [[] for _ in schedule.passes]
+        self.ends: dict[tuple[Kind, int, int, int], float] = {}
+        self.sources: dict[tuple[Kind, int, int], _Source | None] = {}
+        self.readers: list[set[int]] = [set() for _ in schedule.passes]
+        placement = schedule.placement
+        for stage, held in enumerate(placement.positions):
+            for chunk in range(len(held)):
+                before, after = placement.before(stage, chunk), placement.after(stage, chunk)
+                gradient = (Kind.B, *after) if after else (Kind.F, stage, chunk)
+                self._add_source(Kind.F, stage, chunk, (Kind.F, *before) if before else None)
+                self._add_source(Kind.B, stage, chunk, gradient)
+                self._add_source(Kind.BW, stage, chunk, gradient)
+                self._add_source(Kind.W, stage, chunk, (Kind.B, stage, chunk))
+
+    def _add_source(
+        self, kind: Kind, stage: int, chunk: int, source: tuple[Kind, int, int] | None
+    ) -> None:
+        if source is None:
+            self.sources[kind, stage, chunk] = None
+            return
+        what, other, part = source
+        self.sources[kind, stage, chunk] = _Source(what, other, part, self.costs.comm(other, stage))
+        self.readers[other].add(stage)
+
+    def run(self) -> tuple[tuple[Span, ...], ...]:
+        # A stage is looked at again only when one that it reads from has gone on.
+        pending = list(range(self.schedule.num_stages))
+        while pending:
+            stage = pending.pop()
+            if self._advance(stage):
+                pending += (self.readers[stage] - {stage}).difference(pending)
+        for stage, row in enumerate(self.schedule.passes):
+            if len(self.spans[stage]) < len(row):
+                self._raise_deadlock()
+        return tuple(map(tuple, self.spans))
+
+    def _advance(self, stage: int) -> bool:
+        """Run the stage until a pass has to wait; whether it went on at all."""
+        spans, row = self.spans[stage], self.schedule.passes[stage]
+        begun = len(spans)
+        now = spans[-1].end if spans else 0.0
+        for what in row[begun:]:
+            source = self._source(stage, what)
+            start = now
+            if source is not None:
+                end = self.ends.get((source.kind, source.stage, source.chunk, what.microbatch))
+                if end is None:
+                    break
+                start = max(now, end + source.delay)
+            now = start + self.costs.duration(what.kind, stage, what.chunk)
+            spans.append(Span(what, start, now))
+            made = Kind.B if what.kind is Kind.BW else what.kind
+            self.ends[made, stage, what.chunk, what.microbatch] = now
+        return len(spans) > begun
+
+    def _source(self, stage: int, what: Pass) -> _Source | None:
+        in_range = 0 <= what.microbatch < self.schedule.num_microbatches
+        if not in_range or (what.kind, stage, what.chunk) not in self.sources:
+            raise ValueError(
+                f"stage {stage} has the pass {what}: expected microbatches 0.."
+                f"{self.schedule.num_microbatches - 1} and chunks 0.."
+                f"{self.schedule.placement.num_chunks(stage) - 1}"
+            )
+        return self.sources[what.kind, stage, what.chunk]
+
+    def _raise_deadlock(self) -> None:
+        waits = []
+        for stage, row in enumerate(self.schedule.passes):
+            if len(self.spans[stage]) == len(row):
+                continue
+            what = row[len(self.spans[stage])]
+            source = self._source(stage, what)
+            if source is not None:
+                wanted = Pass(source.kind, what.microbatch, source.chunk)
+                waits.append(f"stage {stage} waits at {what} for {wanted} of stage {source.stage}")
+        raise ValueError("the schedule deadlocks: " + "; ".join(waits))
