@@ -58,7 +58,7 @@ class Session:
     def __init__(self, build_schedule: BuildSchedule, *, wait_limit: float) -> None:
         self._build_schedule, self._wait_limit = build_schedule, wait_limit
         self._programs: dict[tuple[int, bool], Program] = {}
-        self._transport: Transport | None = None
+        self.transport: Transport | None = None
         self._split: set[int] = set()
         self.store = WeightGradStore()
         self.listeners: list[Callable[[BatchRecord], None]] = []
@@ -66,9 +66,10 @@ class Session:
         self.observer: Observer | None = None
         """Told of every instruction."""
 
-    def schedule(self, num_microbatches: int, stages: int) -> Schedule:
-        """The schedule that training runs."""
-        return self._build_schedule(stages, num_microbatches)
+    def reschedule(self, build_schedule: BuildSchedule) -> None:
+        """Run other schedules of the same placement from the next batch on, on all ranks alike."""
+        self._build_schedule = build_schedule
+        self._programs.clear()
 
     def program(self, num_microbatches: int, stages: int, *, forward_only: bool) -> Program:
         """The program for a batch of this many microbatches, made once."""
@@ -78,7 +79,7 @@ class Session:
             schedule = (
                 build("gpipe", stages, num_microbatches)
                 if forward_only
-                else self.schedule(num_microbatches, stages)
+                else self._build_schedule(stages, num_microbatches)
             )
             self._programs[key] = lower(schedule, forward_only=forward_only)
         return self._programs[key]
@@ -203,8 +204,8 @@ class Session:
     def _connected(
         self, program: Program, group: dist.ProcessGroup, device: torch.device
     ) -> Transport:
-        if self._transport is None:
-            self._transport = Transport(
+        if self.transport is None:
+            self.transport = Transport(
                 channels_between(program.placement),
                 stage=group.rank(),
                 ranks=dist.get_process_group_ranks(group),
@@ -212,4 +213,4 @@ class Session:
                 device=device,
                 wait_limit=self._wait_limit,
             )
-        return self._transport
+        return self.transport

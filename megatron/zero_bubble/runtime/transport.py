@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -97,7 +98,8 @@ class Transport:
     def receive(self, channel: Channel, buffer: torch.Tensor) -> Receipt:
         """Post the receive of the channel's next message into ``buffer``."""
         source = self._ranks[channel.source]
-        work = dist.irecv(buffer, source, group=self._groups[channel])
+        with self._blaming(channel):
+            work = dist.irecv(buffer, source, group=self._groups[channel])
         assert work is not None  # None only for ranks outside the group
         return Receipt(channel, buffer, work)
 
@@ -111,7 +113,8 @@ class Transport:
         self._forget_completed(channel)
         message = message.contiguous()
         target = self._ranks[channel.target]
-        work = dist.isend(message, target, group=self._groups[channel])
+        with self._blaming(channel):
+            work = dist.isend(message, target, group=self._groups[channel])
         assert work is not None
         self._sent[channel].append((work, message))
 
@@ -131,8 +134,14 @@ class Transport:
         if not self._host_waits:
             work.wait()
             return
-        try:
+        with self._blaming(channel):
             work.wait(timedelta(seconds=self._wait_limit))
+
+    @contextmanager
+    def _blaming(self, channel: Channel) -> Iterator[None]:
+        """Say which channel and stage an error of the backend is about."""
+        try:
+            yield
         except RuntimeError as error:
             peer = channel.source if channel.target == self._stage else channel.target
             timed_out = "Timed out" in str(error) or "timed out" in str(error)

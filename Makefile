@@ -1,0 +1,36 @@
+PYTHON_RUN := .venv/bin/python
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON_RUN) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-quick test-full lint format clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: ## build .venv with pinned versions (PYTHON=... chooses the interpreter)
+	@PYTHON="$(PYTHON)" tools/setup.sh
+
+demo: setup ## train a small GPT on this machine's CPUs under several schedules
+	$(PYTHON_RUN) tools/demo.py
+
+test: setup ## unit tests, and the pairwise part of the distributed tests
+	$(PYTEST) -m "not slow"
+
+test-quick: setup ## unit tests only
+	$(PYTEST) -m "not slow" tests/unit
+
+test-full: setup ## every test
+	$(PYTEST)
+
+lint: setup ## formatting, lint, types
+	$(PYTHON_RUN) -m ruff format --check .
+	$(PYTHON_RUN) -m ruff check .
+	$(PYTHON_RUN) -m mypy
+
+format: setup ## reformat, and mend what lint can mend
+	$(PYTHON_RUN) -m ruff format .
+	$(PYTHON_RUN) -m ruff check --fix .
+
+clean: ## remove caches and outputs (not .venv)
+	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Train a small GPT on the CPUs of one machine, in two pipeline stages.
+#
+#   examples/gpt3/laptop.sh                           random data
+#   DATA_PATH=data/text examples/gpt3/laptop.sh       data made by tools/prepare_text.py
+#   DRY_RUN=1 examples/gpt3/laptop.sh                 print the command and stop
+#
+# Every variable below can be set in the environment; further arguments go to pretrain_gpt.py and
+# win over those given here.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
+PIPELINE_SCHEDULE=${PIPELINE_SCHEDULE:-zb-h1}
+PIPELINE_SIZE=${PIPELINE_SIZE:-2}
+TENSOR_SIZE=${TENSOR_SIZE:-1}
+DATA_PARALLEL_SIZE=${DATA_PARALLEL_SIZE:-1}
+NUM_LAYERS=${NUM_LAYERS:-4}
+HIDDEN_SIZE=${HIDDEN_SIZE:-64}
+NUM_HEADS=${NUM_HEADS:-4}
+SEQ_LENGTH=${SEQ_LENGTH:-64}
+MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-2}
+GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-16}
+TRAIN_ITERS=${TRAIN_ITERS:-20}
+EVAL_ITERS=${EVAL_ITERS:-1}
+LR=${LR:-1e-3}
+DATA_PATH=${DATA_PATH:-}
+SPLIT=${SPLIT:-90,5,5}
+SAVE=${SAVE:-}
+DRY_RUN=${DRY_RUN:-0}
+
+# CPU mode sets the flags that only a GPU could honour; one thread a stage, or they fight.
+export ZERO_BUBBLE_DEVICE=${ZERO_BUBBLE_DEVICE:-cpu}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+# 257 is 256 bytes and the end of a document, as tools/prepare_text.py writes them.
+DATA=(--tokenizer-type NullTokenizer --vocab-size 257 --split "$SPLIT")
+if [[ -n $DATA_PATH ]]; then
+    DATA+=(--data-path "$DATA_PATH")
+else
+    DATA+=(--mock-data)
+fi
+
+CHECKPOINT=()
+if [[ -n $SAVE ]]; then
+    CHECKPOINT+=(--save "$SAVE" --load "$SAVE" --save-interval "$TRAIN_ITERS")
+fi
+
+COMMAND=(
+    "$PYTHON" -m torch.distributed.run
+    --standalone
+    --nproc-per-node $((PIPELINE_SIZE * TENSOR_SIZE * DATA_PARALLEL_SIZE))
+    pretrain_gpt.py
+    --pipeline-schedule "$PIPELINE_SCHEDULE"
+    --pipeline-model-parallel-size "$PIPELINE_SIZE"
+    --tensor-model-parallel-size "$TENSOR_SIZE"
+    --num-layers "$NUM_LAYERS"
+    --hidden-size "$HIDDEN_SIZE"
+    --num-attention-heads "$NUM_HEADS"
+    --seq-length "$SEQ_LENGTH"
+    --max-position-embeddings "$SEQ_LENGTH"
+    --micro-batch-size "$MICRO_BATCH_SIZE"
+    --global-batch-size "$GLOBAL_BATCH_SIZE"
+    --train-iters "$TRAIN_ITERS"
+    --eval-iters "$EVAL_ITERS"
+    --eval-interval "$TRAIN_ITERS"
+    --lr "$LR"
+    --lr-decay-style constant
+    --log-interval 1
+    "${DATA[@]}"
+    "${CHECKPOINT[@]}"
+    "$@"
+)
+
+if [[ $DRY_RUN == 1 ]]; then
+    printf '%q ' "${COMMAND[@]}"
+    echo
+    exit
+fi
+exec "${COMMAND[@]}"

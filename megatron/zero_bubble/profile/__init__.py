@@ -1,0 +1,1 @@
+"""Times of passes and messages, measured on the running job."""

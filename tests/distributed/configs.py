@@ -1,0 +1,190 @@
+"""What the distributed tests vary, and the Megatron flags that say it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+__all__ = ["AXES", "SCHEDULES", "Case", "Config", "cases", "covering"]
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+"""Names for ``--pipeline-schedule`` that promise the bits of Megatron's own 1F1B."""
+
+NEVER_CLIPS = 1e6
+
+type Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A small GPT and how it is spread over ranks; the same for the reference and for ours."""
+
+    precision: Precision = "fp32"
+    distributed_optimizer: bool = False
+    pp: int = 2
+    tp: int = 1
+    dp: int = 1
+    tied: bool = False
+    dropout: float = 0.0
+    clip_grad: float = 1.0
+    """The toy model's norm is above 1.0 in most iterations, so that the default does clip."""
+    microbatches: int | None = None
+    """Per data-parallel replica; None is two a stage, enough for ZB-H2 to fill its warm-up."""
+    iterations: int = 12
+    layers: int = 4
+    hidden: int = 32
+    sequence: int = 32
+    extra: tuple[str, ...] = ()
+    """More Megatron flags, for both sides."""
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.microbatches or 2 * self.pp
+
+    def flags(self) -> list[str]:
+        """Megatron's command line, without ``--pipeline-schedule``."""
+        flags: dict[str, Any] = {
+            "num-layers": self.layers,
+            "hidden-size": self.hidden,
+            "num-attention-heads": 4,
+            "seq-length": self.sequence,
+            "max-position-embeddings": self.sequence,
+            "micro-batch-size": 1,
+            "global-batch-size": self.num_microbatches * self.dp,
+            "train-iters": self.iterations,
+            "lr": 1e-3,
+            "lr-decay-style": "cosine",
+            "lr-warmup-iters": 2,
+            "clip-grad": self.clip_grad,
+            "attention-dropout": self.dropout,
+            "hidden-dropout": self.dropout,
+            "pipeline-model-parallel-size": self.pp,
+            "tensor-model-parallel-size": self.tp,
+            "tokenizer-type": "NullTokenizer",
+            "vocab-size": 127,
+            "split": "90,5,5",
+            "seed": 1234,
+            "num-workers": 0,
+            "log-interval": 1,
+            # Evaluation once, in the middle; eval-interval must be set even without it.
+            "eval-interval": max(1, self.iterations // 2),
+            "eval-iters": 1,
+            # What training on CPUs needs.
+            "distributed-backend": "gloo",
+            "transformer-impl": "local",
+            "attention-backend": "unfused",
+        }
+        switches = [
+            "mock-data",
+            "use-cpu-initialization",
+            "no-gradient-accumulation-fusion",
+            "no-persist-layer-norm",
+            "no-masked-softmax-fusion",
+        ]
+        if self.precision == "bf16":
+            switches.append("bf16")
+        if self.distributed_optimizer:
+            switches.append("use-distributed-optimizer")
+        if not self.tied:
+            switches.append("untie-embeddings-and-output-weights")
+        words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+        return [*words, *(f"--{switch}" for switch in switches), *self.extra]
+
+    def __str__(self) -> str:
+        parts = [
+            self.precision,
+            "distopt" if self.distributed_optimizer else "plain",
+            f"pp{self.pp}",
+            f"tp{self.tp}" if self.tp > 1 else "",
+            f"dp{self.dp}" if self.dp > 1 else "",
+            "tied" if self.tied else "untied",
+            f"dropout{self.dropout}" if self.dropout else "",
+            "clip" if self.clip_grad < NEVER_CLIPS else "noclip",
+        ]
+        return "-".join(filter(None, parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison: a configuration under one of our schedules."""
+
+    schedule: str
+    config: Config
+
+    def __str__(self) -> str:
+        return f"{self.schedule}-{self.config}"
+
+
+# Dropout and precision are one axis: dropout is tried in fp32 only.
+AXES: Mapping[str, Sequence[Any]] = {
+    "schedule": SCHEDULES,
+    "numerics": ("fp32", "fp32-dropout", "bf16"),
+    "distributed_optimizer": (False, True),
+    "pp": (2, 4),
+    "tied": (False, True),
+    "clip_grad": (1.0, NEVER_CLIPS),
+}
+
+# Beyond the pipeline: too few ranks on a small machine to cross with everything.
+_GRIDS = (Config(tp=2), Config(dp=2), Config(dp=2, precision="bf16", distributed_optimizer=True))
+
+
+def _case(schedule: str, numerics: str, **fields: Any) -> Case:
+    dropout = 0.1 if numerics == "fp32-dropout" else 0.0
+    precision: Precision = "bf16" if numerics == "bf16" else "fp32"
+    return Case(schedule, Config(precision=precision, dropout=dropout, **fields))
+
+
+def covering(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Few rows in which each pair of values of two axes occurs; the same rows every time.
+
+    Greedy: of all rows, take the one that covers most pairs not covered yet.
+    """
+    names = list(axes)
+    rows = [dict(zip(names, values, strict=True)) for values in itertools.product(*axes.values())]
+
+    def pairs(row: Mapping[str, Any]) -> Iterable[tuple[tuple[str, Any], tuple[str, Any]]]:
+        return itertools.combinations(row.items(), 2)
+
+    missing = {pair for row in rows for pair in pairs(row)}
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: sum(pair in missing for pair in pairs(row)))
+        chosen.append(best)
+        missing.difference_update(pairs(best))
+    return chosen
+
+
+def cases() -> list[tuple[Case, bool]]:
+    """Every comparison, and whether it belongs to the default tier (the others are slow).
+
+    Default: `covering` of AXES, and each grid of ranks under one schedule. Slow: the rest of the
+    product. There clipping alternates instead of doubling the number of runs.
+    """
+    default = [_case(**row) for row in covering(AXES)]
+    default += [Case("zb-h2", grid) for grid in _GRIDS]
+    rest = [_case(**dict(zip(AXES, values, strict=True))) for values in _alternating()]
+    rest += [Case(schedule, grid) for schedule in SCHEDULES for grid in _GRIDS]
+
+    def but_for_clipping(case: Case) -> Case:
+        return replace(case, config=replace(case.config, clip_grad=0.0))
+
+    done = {but_for_clipping(case) for case in default}
+    slow = [case for case in rest if but_for_clipping(case) not in done]
+    # Neighbours share a reference, so that a failure shows early on all of them.
+    both = [(case, True) for case in default] + [(case, False) for case in slow]
+    return sorted(both, key=lambda one: (not one[1], str(one[0].config), one[0].schedule))
+
+
+def _alternating() -> Iterable[tuple[Any, ...]]:
+    *others, clips = AXES.values()
+    schedules, *settings = others
+    for index, setting in enumerate(itertools.product(*settings)):
+        for schedule in schedules:
+            yield schedule, *setting, clips[index % len(clips)]

@@ -1,0 +1,68 @@
+"""One process of each kind for all tests, and one reference run for each configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.configs import Config
+from tests.distributed.harness import Result, Zygote
+
+
+@pytest.fixture(scope="session")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def reference_zygote(run_directory: Path) -> Iterator[Zygote]:
+    """Megatron as it comes, on CPUs."""
+    with Zygote("reference", run_directory) as zygote:
+        yield zygote
+
+
+@pytest.fixture(scope="session")
+def zygote(run_directory: Path) -> Iterator[Zygote]:
+    """Megatron with this project's adaptor."""
+    with Zygote("ours", run_directory) as zygote:
+        yield zygote
+
+
+@pytest.fixture(scope="session")
+def reference(reference_zygote: Zygote, run_directory: Path) -> Callable[[Config], Result]:
+    """Megatron's own 1F1B under a configuration; run once, however often it is asked for.
+
+    A reference that failed once is not tried again: every test that needs it fails alike.
+    """
+    results: dict[Config, Result | Exception] = {}
+
+    def run(config: Config) -> Result:
+        if config not in results:
+            try:
+                results[config] = reference_zygote.train(
+                    config, run_directory / f"{len(results):03d}-reference-{config}"
+                )
+            except Exception as error:
+                results[config] = error
+        result = results[config]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def train(zygote: Zygote, run_directory: Path) -> Callable[..., Result]:
+    """``train(config, schedule, *flags)`` with the adaptor; each run has its own directory."""
+    runs = 0
+
+    def run(config: Config, schedule: str, *flags: str) -> Result:
+        nonlocal runs
+        runs += 1
+        directory = run_directory / f"{runs:03d}-{schedule}-{config}"
+        return zygote.train(config, directory, ("--pipeline-schedule", schedule, *flags))
+
+    return run

@@ -1,0 +1,209 @@
+"""Train through Megatron's own loop on CPU ranks, and compare two runs bit by bit.
+
+with Zygote("reference", log_directory) as reference:
+    result = reference.train(config, directory)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from tests.distributed.configs import Config
+
+__all__ = ["Result", "TrainingFailed", "Zygote", "assert_identical", "differences"]
+
+STARTUP_LIMIT_S = 120.0
+RUN_LIMIT_S = 180.0
+_LOG_LINES = 40
+
+
+class TrainingFailed(AssertionError):
+    """A rank ended with an error or not at all; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: what `recorder.Recorder` saved, by rank."""
+
+    config: Config
+    directory: Path
+    seconds: float
+    ranks: list[dict[str, Any]]
+
+    def iterations(self, name: str) -> list[Any]:
+        """A value of each iteration (``"loss/lm loss"``, ``"grad_norm"``, ...), last rank's."""
+        return [one[name] for one in self.ranks[-1]["iterations"]]
+
+    def continued(self, by: Result) -> Result:
+        """The run that this one and its resumption make together."""
+        ranks = [
+            later | {part: earlier[part] + later[part] for part in ("iterations", "evaluations")}
+            for earlier, later in zip(self.ranks, by.ranks, strict=True)
+        ]
+        return Result(self.config, by.directory, self.seconds + by.seconds, ranks)
+
+
+class Zygote:
+    """A process that has imported everything and forks the ranks of one run after another.
+
+    ``reference`` is Megatron with nothing of ours but CPU mode; ``ours`` has the adaptor. The
+    caller stays free of what either does to torch.
+    """
+
+    def __init__(self, kind: Literal["reference", "ours"], log_directory: Path) -> None:
+        self.kind = kind
+        self.log = log_directory / f"{kind}.log"
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "ZERO_BUBBLE_DEVICE": "cpu",
+            "PYTHONWARNINGS": "ignore",
+        }
+        if sys.platform == "linux":
+            # Else gloo asks for the host's own name, which not every container can resolve.
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("zygote.py")), kind, str(self.log)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        try:
+            self._answer(STARTUP_LIMIT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def train(
+        self,
+        config: Config,
+        directory: Path,
+        extra: Sequence[str] = (),
+        limit_s: float = RUN_LIMIT_S,
+    ) -> Result:
+        """Train ``config`` with ``extra`` flags; logs and records go into ``directory``.
+
+        Raises:
+            TrainingFailed: a rank failed, or they did not all finish within ``limit_s`` seconds.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        argv = [*config.flags(), "--data-cache-path", str(directory / "cache"), *extra]
+        (directory / "command.txt").write_text(" ".join(argv) + "\n")
+        request = {
+            "argv": argv,
+            "world_size": config.world_size,
+            "directory": str(directory),
+            "timeout_s": limit_s,
+        }
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = self._answer(limit_s + 30)
+        failure = answer["failure"]
+        if failure is not None:
+            log = directory / f"rank{failure['rank']}.log"
+            raise TrainingFailed(
+                f"{self.kind}: rank {failure['rank']} of {config}: {failure['reason']}\n"
+                f"{' '.join(extra)}\n{_tail(log)}\n(all of it: {log})"
+            )
+        import torch  # here, so that collecting the tests stays quick
+
+        paths = [directory / f"rank{rank}.pt" for rank in range(config.world_size)]
+        # The records are our own, and hold more than tensors.
+        ranks = [torch.load(path, weights_only=False) for path in paths]
+        if any(rank["adaptor"] != (self.kind == "ours") for rank in ranks):
+            raise TrainingFailed(f"{self.kind}: the adaptor must be there in ours, and only there")
+        return Result(config, directory, answer["seconds"], ranks)
+
+    def close(self) -> None:
+        """End the process; ranks still running end with it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self, limit_s: float) -> Any:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + limit_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            what = f"gave no answer in {limit_s:.0f} s"
+            if ready:
+                what = f"ended with exit code {self._process.wait()}"
+            self._process.kill()
+            raise TrainingFailed(f"the {self.kind} process {what}\n{_tail(self.log)}")
+        return json.loads(line)
+
+
+def differences(expected: Result, actual: Result) -> Iterator[str]:
+    """Every difference in bits, by rank: iterations in order, evaluations, then the final state."""
+    for rank, (left, right) in enumerate(zip(expected.ranks, actual.ranks, strict=True)):
+        for part in ("iterations", "evaluations"):
+            if len(left[part]) != len(right[part]):
+                counts = f"{len(left[part])} and {len(right[part])}"
+                yield f"rank {rank}: {counts} {part}"
+            for index, pair in enumerate(zip(left[part], right[part], strict=False)):
+                for what in _unequal(*pair):
+                    yield f"rank {rank}, {part.removesuffix('s')} {index}: {what}"
+        for what in _unequal(left["state"], right["state"]):
+            yield f"rank {rank}, at the end: {what}"
+
+
+def assert_identical(expected: Result, actual: Result) -> None:
+    """Both runs have the same bits in all that was recorded; AssertionError names what differs."""
+    found = list(differences(expected, actual))
+    if found:
+        more = f"\n... and {len(found) - 8} more" if len(found) > 8 else ""
+        raise AssertionError(
+            f"{actual.config}: {len(found)} differences, the first of them:\n"
+            + "\n".join(found[:8])
+            + f"{more}\nexpected: {expected.directory}\nactual:   {actual.directory}"
+        )
+
+
+def _unequal(left: dict[str, Any], right: dict[str, Any]) -> Iterator[str]:
+    import torch
+
+    for name in left.keys() ^ right.keys():
+        yield f"{name} is only in the {'expected' if name in left else 'actual'} run"
+    for name in left:
+        if name not in right:
+            continue
+        a, b = left[name], right[name]
+        if not (torch.is_tensor(a) and torch.is_tensor(b)):
+            if type(a) is not type(b) or a != b:
+                yield f"{name} is {b!r}, not {a!r}"
+        elif a.dtype != b.dtype or a.shape != b.shape:
+            yield f"{name} is {b.dtype} {list(b.shape)}, not {a.dtype} {list(a.shape)}"
+        elif not torch.equal(a, b):
+            worst = (a.double() - b.double()).abs().max().item()
+            count = int((a != b).sum())
+            yield f"{name} differs in {count} of {a.numel()} values, by at most {worst:.3g}"
+
+
+def _tail(log: Path) -> str:
+    if not log.exists():
+        return "(no log)"
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])

@@ -1,0 +1,38 @@
+"""What must hold in every run of ours apart from its bits, by what the runtime says it did.
+
+`watch.RuntimeWatch` listens in the ranks, `check_runtime` judges in pytest's process.
+"""
+
+from __future__ import annotations
+
+from tests.distributed.harness import Result
+from zero_bubble.builders import build
+from zero_bubble.costs import Costs
+from zero_bubble.lower import lower
+from zero_bubble.schedule import Kind
+from zero_bubble.simulate import simulate
+
+__all__ = ["check_runtime"]
+
+
+def check_runtime(result: Result, name: str) -> None:
+    """Every rank executed the schedule's own program, and W ran in W passes only.
+
+    The schedule is built and lowered here anew, so that the runtime is not asked what it meant to
+    do. AssertionError says which rank and batch did something else.
+    """
+    config = result.config
+    schedule = build(name, config.pp, config.num_microbatches)
+    program = lower(schedule)
+    store_peak = simulate(schedule, Costs.uniform(schedule.placement, 1, 1, 1)).peak_weight_store
+    for rank, record in enumerate(result.ranks):
+        batches = record["runtime"]
+        assert len(batches) == config.iterations, f"rank {rank} ran {len(batches)} batches of ours"
+        for index, batch in enumerate(batches):
+            where, stage = f"rank {rank}, iteration {index}", batch["stage"]
+            expected = list(map(str, program.instructions[stage]))
+            assert batch["executed"] == expected, f"{where}: executed another program"
+            assert batch["weight_store_peak"] == store_peak[stage], f"{where}: pending W's"
+            computed = {kind for kind, count in batch["weights_in"].items() if count}
+            splits = any(True for _ in schedule.order(stage, (Kind.W,)))
+            assert computed == ({"W"} if splits else set()), f"{where}: W ran in {computed}"

@@ -1,0 +1,36 @@
+"""The default tier covers what it claims to; no processes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from tests.distributed.configs import AXES, SCHEDULES, Config, cases, covering
+
+
+def test_each_pair_of_axis_values_is_in_a_covering_row() -> None:
+    rows = covering(AXES)
+    for (name, values), (other, others) in itertools.combinations(AXES.items(), 2):
+        for pair in itertools.product(values, others):
+            assert any((row[name], row[other]) == pair for row in rows), (name, other, pair)
+
+
+def test_a_covering_is_small_and_the_same_every_time() -> None:
+    assert covering(AXES) == covering(AXES)
+    # No fewer rows than the two longest axes have pairs, and not many more.
+    lengths = sorted(map(len, AXES.values()))
+    assert lengths[-1] * lengths[-2] <= len(covering(AXES)) <= 2 * lengths[-1] * lengths[-2]
+
+
+def test_cases_are_distinct_and_hold_every_covering_row() -> None:
+    names = [str(case) for case, _ in cases()]
+    assert len(names) == len(set(names))
+    assert sum(default for _, default in cases()) >= len(covering(AXES))
+
+
+def test_every_configuration_runs_under_every_schedule() -> None:
+    schedules: dict[Config, set[str]] = {}
+    for case, _ in cases():
+        anyhow = replace(case.config, clip_grad=0.0)
+        schedules.setdefault(anyhow, set()).add(case.schedule)
+    assert set(map(frozenset, schedules.values())) == {frozenset(SCHEDULES)}

@@ -1,0 +1,65 @@
+"""Listening to the runtime in a rank of ours.
+
+An assertion more is a value more in the record, and its test in `observations.check_runtime`.
+Imports nothing of ours by itself, for reference runs have it too.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["ADAPTOR", "RuntimeWatch"]
+
+ADAPTOR = "megatron.zero_bubble.adaptor"
+
+
+class RuntimeWatch:
+    """Listens to the session of this rank; `batches` is plain data, one entry a training batch.
+
+    ::
+
+        stage               this rank's
+        executed            [instruction as text], in the order it ran
+        weight_store_peak   most (chunk, microbatch) bundles that waited for W at once
+        weights_in          {kind of pass: weight gradients computed in passes of this kind}
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[dict[str, Any]] = []
+        self._session: Any = None
+        self._weights_in: dict[str, int] = {}
+        self._computed_before = 0
+
+    def attach(self) -> None:
+        """Start to listen as soon as there is a session; never in a reference run."""
+        if self._session is not None or ADAPTOR not in sys.modules:
+            return
+        from megatron.zero_bubble.patches.schedule import current_session
+
+        session = current_session()
+        if session is not None:
+            self._session = session
+            session.listeners.append(self._batch)
+            session.observer = self
+
+    def before(self, instruction: Any) -> None:
+        self._computed_before = self._session.store.computed
+
+    def after(self, instruction: Any) -> None:
+        what = getattr(instruction, "what", None)
+        kind = str(what.kind) if what is not None else "communication"
+        new = self._session.store.computed - self._computed_before
+        self._weights_in[kind] = self._weights_in.get(kind, 0) + new
+
+    def _batch(self, record: Any) -> None:
+        weights_in, self._weights_in = self._weights_in, {}
+        if not record.forward_only:
+            self.batches.append(
+                {
+                    "stage": record.stage,
+                    "executed": [str(event.instruction) for event in record.events],
+                    "weight_store_peak": record.weight_store_peak,
+                    "weights_in": weights_in,
+                }
+            )
