@@ -81,8 +81,8 @@ def run(scratch: Path, repeats: int, hidden: int) -> list[dict[str, Any]]:
     """Train, and return what each rank recorded."""
     iterations = (WARM_UP + repeats) * len(SCHEDULES)
     run_ranks(
-        [str(Path(__file__).with_name("pipeline_worker.py")), str(scratch)]
-        + f"""--pipeline-model-parallel-size {STAGES} --num-layers 8 --hidden-size {hidden}
+        f"""{Path(__file__).with_name("pipeline_worker.py")} {scratch}
+        --pipeline-model-parallel-size {STAGES} --num-layers 8 --hidden-size {hidden}
         --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256
         --micro-batch-size 2 --global-batch-size {2 * MICROBATCHES} --train-iters {iterations}
         --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
@@ -153,9 +153,7 @@ def report(costs: Costs, rest: float, figures: dict[str, dict[str, float]]) -> N
         )
 
 
-def account(
-    ranks: list[dict[str, Any]], predicted: dict[str, Timeline], rest: float
-) -> None:
+def account(ranks: list[dict[str, Any]], predicted: dict[str, Timeline], rest: float) -> None:
     """Where an iteration's time goes, measured (and predicted), in ms."""
     print()
     print("where an iteration's time goes: measured (predicted), ms")

@@ -65,7 +65,9 @@ def main() -> int:
     return verdict(max(ratios) <= BAR, f"(B+W)/fused at most {max(ratios):.3f}, bar {BAR}")
 
 
-def measure(dtype, size: tuple[int, int, int], repeats: int) -> tuple[float, float, float, float, float]:
+def measure(
+    dtype, size: tuple[int, int, int], repeats: int
+) -> tuple[float, float, float, float, float]:
     """Medians of F, B, W and fused backward in ms, and of the ratio of each repeat."""
     import torch
 

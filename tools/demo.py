@@ -79,7 +79,7 @@ class Run:
     @property
     def samples_per_second(self) -> float:
         """From the median iteration of the second half."""
-        seconds = self.ranks[0]["seconds"]
+        seconds: list[float] = self.ranks[0]["seconds"]
         return MICROBATCHES * MICROBATCH_SIZE / statistics.median(seconds[len(seconds) // 2 :])
 
     def times(self, stage: int, kind: str) -> list[float]:
@@ -94,7 +94,7 @@ class Run:
 
     def bubble_rate(self) -> float:
         """Median over iterations of (cost - work) / cost, as the paper defines it, of what ran."""
-        rates = []
+        rates: list[float] = []
         columns = zip(*(rank["batches"] for rank in self.ranks), strict=True)
         for batch in list(columns)[len(self.ranks[0]["batches"]) // 2 :]:
             cost = max(stage[-1][2] - stage[0][1] for stage in batch)
@@ -139,10 +139,11 @@ def train(name: str, iterations: int, data: Path, output: Path) -> Run:
 def measured_costs(runs: dict[str, Run]) -> Costs:
     """Median times of the passes on each stage: F, B and W from ZB-H1, fused ones from Megatron."""
 
-    def times(name: str, kind: str) -> list[list[float]]:
-        return [[statistics.median(runs[name].times(stage, kind))] for stage in range(STAGES)]
+    def times(name: str, kind: str) -> tuple[tuple[float], ...]:
+        run = runs[name]
+        return tuple((statistics.median(run.times(stage, kind)),) for stage in range(STAGES))
 
-    unit = [[1.0]] * STAGES
+    unit = ((1.0,),) * STAGES
     return Costs(
         t_f=times("zb-h1", "F"),
         t_b=times("zb-h1", "B"),
@@ -177,7 +178,9 @@ def report(runs: dict[str, Run], predicted: dict[str, Timeline], picture: Path) 
             f"{title:<16}{runs[name].samples_per_second:>10.1f}"
             f"{predicted[name].bubble_rate:>18.1%}{runs[name].bubble_rate():>10.1%}{memory:>11g} M"
         )
-    print("(activations: most microbatches held on a stage. Each run starts its stages together, so")
+    print(
+        "(activations: most microbatches held on a stage. Each run starts its stages together, so"
+    )
     print("two stages and the optimizer's barrier leave ZB-H2 little to gain over ZB-H1.)")
 
     print(f"\nPicture of the three schedules with the measured times: {picture}")
@@ -197,11 +200,11 @@ def identical(runs: dict[str, Run]) -> int:
                              if pair[0] != pair[1])  # fmt: skip
                 print(f"DIFFERENT: {what} {first} of {SCHEDULES[name]} is not Megatron's")
                 return 1
-    first, last = (float.fromhex(reference[0][i]) for i in (0, -1))
-    if last > 0.8 * first:
-        print(f"The loss did not fall: {first:.3f} to {last:.3f}")
+    begin, end = (float.fromhex(reference[0][i]) for i in (0, -1))
+    if end > 0.8 * begin:
+        print(f"The loss did not fall: {begin:.3f} to {end:.3f}")
         return 1
-    print(f"Loss fell from {first:.3f} to {last:.3f}.")
+    print(f"Loss fell from {begin:.3f} to {end:.3f}.")
     print(f"{', '.join(SCHEDULES.values())}: all {iterations} losses, gradient norms and the")
     print("validation losses of the three runs are bit-identical.")
     return 0

@@ -1,6 +1,6 @@
 """One rank of tools/demo.py: pretrain_gpt.py, with what the demo shows written down beside it.
 
-    python tools/demo_worker.py RESULTS [Megatron's flags]
+python tools/demo_worker.py RESULTS [Megatron's flags]
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import megatron.zero_bubble.adaptor  # noqa: F401  (before Megatron's own modules)
+
+# isort: split
 from megatron.core.pipeline_parallel import schedules
-from megatron.training import training
+from megatron.training import get_args, training
 
 import pretrain_gpt
 from megatron.zero_bubble.patches.schedule import current_session
@@ -101,13 +103,12 @@ def main() -> None:
     results = Path(sys.argv.pop(1))
     recorder = Recorder()
     pretrain_gpt.main()
-    session = current_session()
-    args = pretrain_gpt.get_args()
+    session, args = current_session(), get_args()
     rank = int(os.environ["RANK"])
     shape = (args.seq_length, args.micro_batch_size, args.hidden_size)
-    message_ms = (
-        message_time(session.transport, rank, shape, args.params_dtype) if session else None
-    )
+    message_ms = None
+    if session is not None and session.transport is not None:
+        message_ms = message_time(session.transport, rank, shape, args.params_dtype)
     results.mkdir(parents=True, exist_ok=True)
     (results / f"rank{rank}.json").write_text(
         json.dumps(

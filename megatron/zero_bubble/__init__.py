@@ -1,1 +1,1 @@
-"""Zero-bubble pipeline parallelism for Megatron. Import `megatron.zero_bubble.adaptor` to install it."""
+"""Zero-bubble pipeline parallelism for Megatron: `import megatron.zero_bubble.adaptor`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from zero_bubble.schedule import Kind, Schedule
 __all__ = ["add_arguments", "schedule_for", "validate"]
 
 MEGATRON = "megatron"
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -132,15 +134,13 @@ def validate(args: Any) -> None:
             f"{flag} is for one number of microbatches, and --rampup-batch-size changes it: use a "
             f"schedule by name ({', '.join(BUILDERS)})"
         )
-    if _splits(schedule):
-        if args.transformer_impl != "local":
-            raise ConfigurationError(
-                f"{flag} splits the backward pass of Megatron's local layers, but "
-                f"--transformer-impl is {args.transformer_impl}: add --transformer-impl local"
-            )
-    for reason in bit_identical_order(schedule):
-        print(f"zero-bubble: {flag}: not bit-identical to 1F1B: {reason}", flush=True)
-        break
+    if _splits(schedule) and args.transformer_impl != "local":
+        raise ConfigurationError(
+            f"{flag} splits the backward pass of Megatron's local layers, but "
+            f"--transformer-impl is {args.transformer_impl}: add --transformer-impl local"
+        )
+    if (reasons := bit_identical_order(schedule)) and getattr(args, "rank", 0) == 0:
+        logger.warning("%s is legal, but not bit-identical to 1F1B: %s", flag, reasons[0])
 
 
 def _splits(schedule: Schedule) -> bool:
@@ -153,9 +153,9 @@ def _microbatches(args: Any) -> int:
         * args.pipeline_model_parallel_size
         * args.context_parallel_size
     )
-    data_parallel = max(1, args.world_size // ranks_a_replica)
-    micro = args.micro_batch_size or 1
-    batch = args.global_batch_size or micro * data_parallel
+    data_parallel: int = max(1, args.world_size // ranks_a_replica)
+    micro: int = args.micro_batch_size or 1
+    batch: int = args.global_batch_size or micro * data_parallel
     return max(1, batch // (micro * data_parallel))
 
 

@@ -97,4 +97,5 @@ def check_version() -> None:
 def _version() -> str:
     from megatron.core import package_info
 
-    return package_info.__shortversion__
+    version: str = package_info.__shortversion__
+    return version

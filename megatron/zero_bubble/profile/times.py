@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.interpreter import Event
 from megatron.zero_bubble.runtime.transport import Transport
-from zero_bubble.program import Flow, Run, channels_between
 from zero_bubble.placement import linear
+from zero_bubble.program import Flow, Run, channels_between
 
 __all__ = ["BatchTimes", "batch_times", "message_time"]
 

@@ -143,9 +143,7 @@ class MegatronCompute:
         for chunk in range(len(self._models)):
             self._release_sync(chunk)
         if not self._sync_in_backward:
-            for function, model in zip(
-                _as_list(config.grad_sync_func), self._models, strict=True
-            ):
+            for function, model in zip(_as_list(config.grad_sync_func), self._models, strict=True):
                 function(model.parameters())
         if config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
@@ -161,9 +159,7 @@ class MegatronCompute:
             self._release_sync(chunk)
 
     @contextmanager
-    def _synchronized(
-        self, chunk: int, microbatch: int, last: dict[int, int]
-    ) -> Iterator[None]:
+    def _synchronized(self, chunk: int, microbatch: int, last: dict[int, int]) -> Iterator[None]:
         """Gradients may be reduced as they get ready, if this is the pass that completes them."""
         if not (self._sync_in_backward and last[chunk] == microbatch):
             yield

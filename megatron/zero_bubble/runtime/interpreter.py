@@ -92,7 +92,9 @@ class Interpreter:
             try:
                 self._execute(instruction)
             except PipelineError as error:
-                raise PipelineError(f"stage {self.stage}, {_where(instruction)}: {error}") from error
+                raise PipelineError(
+                    f"stage {self.stage}, {_where(instruction)}: {error}"
+                ) from error
             except Exception as error:
                 error.add_note(f"zero-bubble: raised on stage {self.stage}, {_where(instruction)}")
                 raise

@@ -44,7 +44,7 @@ class _Link:
     tp_group: torch.distributed.ProcessGroup
 
 
-class _SplitLinear(torch.autograd.Function):
+class _SplitLinear(torch.autograd.Function):  # type: ignore[misc]
     """``input @ weight.T (+ bias)`` whose backward computes all but the weight's gradient.
 
     The weight arrives detached: as an input of the function its AccumulateGrad node would run in
@@ -115,7 +115,7 @@ def _forward_impl(store: WeightGradStore) -> Any:
             and options.get("grad_output_buffer") is None
         )
         if not splittable:
-            unsplit: torch.Tensor = type(self)._forward_impl(  # type: ignore[operator]
+            unsplit: torch.Tensor = type(self)._forward_impl(
                 self, input=input, weight=weight, **options
             )
             return unsplit
@@ -128,9 +128,7 @@ def _forward_impl(store: WeightGradStore) -> Any:
             and hasattr(weight, "main_grad"),
             tp_group=get_tensor_model_parallel_group_if_none(options.get("tp_group")),
         )
-        result: torch.Tensor = _SplitLinear.apply(
-            input, weight.detach(), options.get("bias"), link
-        )  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _SplitLinear.apply(input, weight.detach(), options.get("bias"), link)
         return result
 
     return forward_impl
@@ -163,9 +161,7 @@ def split_linears(model: Iterable[torch.nn.Module], store: WeightGradStore) -> S
     return SplitReport(tuple(split), tuple(whole))
 
 
-def _accumulation(
-    ddp: DistributedDataParallel | None, parameter: torch.nn.Parameter
-) -> Accumulate:
+def _accumulation(ddp: DistributedDataParallel | None, parameter: torch.nn.Parameter) -> Accumulate:
     if ddp is None:
         return accumulate_into_grad(parameter)
     hook = ddp._make_backward_post_hook(parameter)

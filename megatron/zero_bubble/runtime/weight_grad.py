@@ -45,14 +45,14 @@ class PendingGradient:
         )
         if not self.fused_accumulation:
             return grad_output.t().matmul(total_input)
-        main_grad: torch.Tensor = self.parameter.main_grad  # type: ignore[assignment]
+        main_grad: torch.Tensor = self.parameter.main_grad
         kernels = megatron_layers.fused_weight_gradient_mlp_cuda
         if main_grad.dtype == torch.float32:
             kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)
         else:
             kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
         # The hook wants a gradient of the right shape; this one takes no memory and is not added.
-        self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        self.parameter.grad_added_to_main_grad = True
         return self.parameter.detach().new_empty(1).expand_as(self.parameter)
 
     def _gathered_input(self) -> torch.Tensor:
@@ -125,8 +125,11 @@ class WeightGradStore:
         """The W pass: compute and accumulate all weight gradients of (chunk, microbatch)."""
         self._run(self._bundles.pop((chunk, microbatch)))
 
-    @torch.no_grad()
     def _run(self, bundle: deque[PendingGradient]) -> None:
+        with torch.no_grad():
+            self._compute_all(bundle)
+
+    def _compute_all(self, bundle: deque[PendingGradient]) -> None:
         uses_left = Counter(one.parameter for one in bundle)
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         while bundle:
