@@ -129,11 +129,13 @@ def validate(args: Any) -> None:
             value = rule.value(args)
             raise ConfigurationError(f"{flag} does not work with {rule.flag}{value}: {rule.remedy}")
     schedule = schedule_for(args.pipeline_schedule, stages, _microbatches(args))
-    if args.pipeline_schedule not in BUILDERS and args.rampup_batch_size is not None:
-        raise ConfigurationError(
-            f"{flag} is for one number of microbatches, and --rampup-batch-size changes it: use a "
-            f"schedule by name ({', '.join(BUILDERS)})"
-        )
+    for ramp in ("rampup_batch_size", "step_batch_size_schedule"):
+        value = getattr(args, ramp, None)
+        if value is not None and args.pipeline_schedule not in BUILDERS:
+            raise ConfigurationError(
+                f"{flag} is for one number of microbatches, and --{ramp.replace('_', '-')} {value} "
+                f"changes it: use a schedule by name ({', '.join(BUILDERS)})"
+            )
     if _splits(schedule) and args.transformer_impl != "local":
         raise ConfigurationError(
             f"{flag} splits the backward pass of Megatron's local layers, but "

@@ -14,7 +14,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 
 NEVER_CLIPS = 1e6
 
-type Precision = Literal["fp32", "bf16"]
+type Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class Config:
     """The toy model's norm is above 1.0 in most iterations, so that the default does clip."""
     microbatches: int | None = None
     """Per data-parallel replica; None is two a stage, enough for ZB-H2 to fill its warm-up."""
+    batch_sizes: str | None = None
+    """Megatron's ``--step-batch-size-schedule``, in place of ``microbatches``."""
     iterations: int = 12
     layers: int = 4
     hidden: int = 32
@@ -56,7 +58,6 @@ class Config:
             "seq-length": self.sequence,
             "max-position-embeddings": self.sequence,
             "micro-batch-size": 1,
-            "global-batch-size": self.num_microbatches * self.dp,
             "train-iters": self.iterations,
             "lr": 1e-3,
             "lr-decay-style": "cosine",
@@ -80,6 +81,10 @@ class Config:
             "transformer-impl": "local",
             "attention-backend": "unfused",
         }
+        if self.batch_sizes is None:
+            flags["global-batch-size"] = self.num_microbatches * self.dp
+        else:
+            flags["step-batch-size-schedule"] = self.batch_sizes
         switches = [
             "mock-data",
             "use-cpu-initialization",
@@ -87,8 +92,8 @@ class Config:
             "no-persist-layer-norm",
             "no-masked-softmax-fusion",
         ]
-        if self.precision == "bf16":
-            switches.append("bf16")
+        if self.precision != "fp32":
+            switches.append(self.precision)
         if self.distributed_optimizer:
             switches.append("use-distributed-optimizer")
         if not self.tied:

@@ -6,23 +6,21 @@
 from __future__ import annotations
 
 from tests.distributed.harness import Result
-from zero_bubble.builders import build
 from zero_bubble.costs import Costs
 from zero_bubble.lower import lower
-from zero_bubble.schedule import Kind
+from zero_bubble.schedule import Kind, Schedule
 from zero_bubble.simulate import simulate
 
 __all__ = ["check_runtime"]
 
 
-def check_runtime(result: Result, name: str) -> None:
+def check_runtime(result: Result, schedule: Schedule) -> None:
     """Every rank executed the schedule's own program, and W ran in W passes only.
 
-    The schedule is built and lowered here anew, so that the runtime is not asked what it meant to
-    do. AssertionError says which rank and batch did something else.
+    The schedule is lowered here anew, so that the runtime is not asked what it meant to do.
+    AssertionError says which rank and batch did something else.
     """
     config = result.config
-    schedule = build(name, config.pp, config.num_microbatches)
     program = lower(schedule)
     store_peak = simulate(schedule, Costs.uniform(schedule.placement, 1, 1, 1)).peak_weight_store
     for rank, record in enumerate(result.ranks):
@@ -36,3 +34,6 @@ def check_runtime(result: Result, name: str) -> None:
             computed = {kind for kind, count in batch["weights_in"].items() if count}
             splits = any(True for _ in schedule.order(stage, (Kind.W,)))
             assert computed == ({"W"} if splits else set()), f"{where}: W ran in {computed}"
+            # The runtime's own count is one witness, the gradients themselves are another.
+            moved = {kind for kind, count in batch["moved_in"].items() if count}
+            assert moved == ({"W"} if splits else {"BW"}), f"{where}: main_grad moved in {moved}"

@@ -40,7 +40,7 @@ class Recorder:
         def recorded_step(
             forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            self._watch.attach()
+            self._watch.attach(model)
             result = train_step(forward_step, data, model, optimizer, *args, **kwargs)
             losses, skipped, _checkpoint, _exit, _code, grad_norm, *_ = result
             self._model, self._optimizer = model, optimizer

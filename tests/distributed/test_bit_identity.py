@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.distributed.configs import Case, Config, cases
 from tests.distributed.harness import Result, assert_identical
 from tests.distributed.observations import check_runtime
+from zero_bubble.builders import build
+from zero_bubble.export.json_io import save_schedule
+from zero_bubble.schedule import Kind, Schedule
 
 
 def _parameters() -> list[object]:
@@ -27,4 +32,41 @@ def test_bit_identity(
     expected = reference(case.config)
     actual = train(case.config, case.schedule)
     assert_identical(expected, actual)
-    check_runtime(actual, case.schedule)
+    check_runtime(actual, build(case.schedule, case.config.pp, case.config.num_microbatches))
+
+
+ORDERS = {"ascending": False, "reversed": True}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_bit_identity_from_a_file_and_only_with_w_in_order(
+    order: str,
+    reference: Callable[[Config], Result],
+    train: Callable[..., Result],
+    tmp_path: Path,
+) -> None:
+    """All W's at the end, from a schedule file: Megatron's bits in ascending order of microbatches.
+
+    Reversed, the schedule is legal and runs, but adds the same gradients in another order: the
+    comparison must notice.
+    """
+    config = Config()
+    schedule = with_w_at_the_end(build("zb-h1", config.pp, config.num_microbatches), ORDERS[order])
+    file = tmp_path / "schedule.json"
+    save_schedule(schedule, file)
+    expected, actual = reference(config), train(config, str(file))
+    check_runtime(actual, schedule)
+    if order == "ascending":
+        assert_identical(expected, actual)
+    else:
+        with pytest.raises(AssertionError):
+            assert_identical(expected, actual)
+
+
+def with_w_at_the_end(schedule: Schedule, reverse: bool) -> Schedule:
+    """The same F's and B's, then every W."""
+    rows = []
+    for row in schedule.passes:
+        weights = sorted((one for one in row if one.kind is Kind.W), reverse=reverse)
+        rows.append((*(one for one in row if one.kind is not Kind.W), *weights))
+    return replace(schedule, passes=tuple(rows))

@@ -95,20 +95,20 @@ def test_a_killed_process_is_named_as_the_cause(
     assert complaint["peer"] == "1"
 
 
-@pytest.mark.parametrize(("what", "kind"), [("forward", "F"), ("weight", "W")])
+@pytest.mark.parametrize(("what", "kind", "stage"), [("forward", "F", 0), ("weight", "W", 1)])
 def test_an_exception_in_a_pass_is_in_its_own_log_with_the_pass(
-    what: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, kind: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = run_with(what, 0, 2, tmp_path, monkeypatch)
-    assert (ended.failure.rank, ended.failure.reason) == (0, "ended with code 1")
+    ended = run_with(what, stage, 2, tmp_path, monkeypatch)
+    assert (ended.failure.rank, ended.failure.reason) == (stage, "ended with code 1")
     own = (
         f"ArithmeticError: {MESSAGE}\n"
-        f"[rank0]: zero-bubble: raised on stage 0, pass 0{kind}{MICROBATCH} "
+        f"[rank{stage}]: zero-bubble: raised on stage {stage}, pass 0{kind}{MICROBATCH} "
         f"({kind} of microbatch {MICROBATCH}, chunk 0)"
     )
-    assert own in ended.logs[0]
+    assert own in ended.logs[stage]
     assert MESSAGE in str(ended.failure)
-    assert "PipelineError" not in ended.logs[0]
-    complaint = ended.complaint(1)
+    assert "PipelineError" not in ended.logs[stage]
+    complaint = ended.complaint(1 - stage)
     assert complaint["why"] == "lost the connection of"
-    assert complaint["peer"] == "0"
+    assert complaint["peer"] == str(stage)

@@ -6,12 +6,14 @@ Imports nothing of ours by itself, for reference runs have it too.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
 __all__ = ["ADAPTOR", "RuntimeWatch"]
 
 ADAPTOR = "megatron.zero_bubble.adaptor"
+LINEAR = re.compile(r"(linear_(qkv|proj|fc1|fc2)|output_layer)\.weight$")
 
 
 class RuntimeWatch:
@@ -23,15 +25,19 @@ class RuntimeWatch:
         executed            [instruction as text], in the order it ran
         weight_store_peak   most (chunk, microbatch) bundles that waited for W at once
         weights_in          {kind of pass: weight gradients computed in passes of this kind}
+        moved_in            {kind of pass: passes that changed a linear layer's main_grad}
     """
 
     def __init__(self) -> None:
         self.batches: list[dict[str, Any]] = []
         self._session: Any = None
         self._weights_in: dict[str, int] = {}
+        self._moved_in: dict[str, int] = {}
         self._computed_before = 0
+        self._gradients: list[Any] = []
+        self._gradients_before: list[Any] = []
 
-    def attach(self) -> None:
+    def attach(self, model: list[Any]) -> None:
         """Start to listen as soon as there is a session; never in a reference run."""
         if self._session is not None or ADAPTOR not in sys.modules:
             return
@@ -40,20 +46,37 @@ class RuntimeWatch:
         session = current_session()
         if session is not None:
             self._session = session
+            self._gradients = [
+                parameter.main_grad
+                for chunk in model
+                for name, parameter in chunk.named_parameters()
+                if LINEAR.search(name)
+            ]
             session.listeners.append(self._batch)
             session.observer = self
 
     def before(self, instruction: Any) -> None:
         self._computed_before = self._session.store.computed
+        if getattr(instruction, "what", None) is not None:
+            self._gradients_before = [gradient.clone() for gradient in self._gradients]
 
     def after(self, instruction: Any) -> None:
         what = getattr(instruction, "what", None)
+        import torch
+
         kind = str(what.kind) if what is not None else "communication"
         new = self._session.store.computed - self._computed_before
         self._weights_in[kind] = self._weights_in.get(kind, 0) + new
+        if what is not None:
+            moved = any(
+                not before.view(torch.uint8).equal(now.view(torch.uint8))  # NaNs compare as bits
+                for before, now in zip(self._gradients_before, self._gradients, strict=True)
+            )
+            self._moved_in[kind] = self._moved_in.get(kind, 0) + moved
 
     def _batch(self, record: Any) -> None:
         weights_in, self._weights_in = self._weights_in, {}
+        moved_in, self._moved_in = self._moved_in, {}
         if not record.forward_only:
             self.batches.append(
                 {
@@ -61,5 +84,6 @@ class RuntimeWatch:
                     "executed": [str(event.instruction) for event in record.events],
                     "weight_store_peak": record.weight_store_peak,
                     "weights_in": weights_in,
+                    "moved_in": moved_in,
                 }
             )

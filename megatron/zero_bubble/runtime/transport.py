@@ -109,7 +109,10 @@ class Transport:
         return receipt.buffer
 
     def send(self, channel: Channel, message: torch.Tensor) -> None:
-        """Start sending; the message is kept until it has left."""
+        """Start sending; the message is kept until it has left.
+
+        Gloo tells that only to those who wait, so that there it is kept until `drain`.
+        """
         self._forget_completed(channel)
         message = message.contiguous()
         target = self._ranks[channel.target]

@@ -1,0 +1,60 @@
+"""A process in CPU mode, with Megatron's groups over one gloo rank, for tests that need Megatron.
+
+CPU mode changes torch for a whole process. Pytest's own process must stay as it is: tests for GPUs
+may run in it later. So such a test calls a function of a module that only this process imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from typing import Any, Protocol
+
+__all__ = ["Check", "checks_of"]
+
+
+class Check(Protocol):
+    """Calls a function of a module by name, in the other process; raises what it raised."""
+
+    def __call__(self, function: str, /, **arguments: Any) -> Any: ...
+
+
+def checks_of(module: str) -> Check:
+    """Runs functions of ``module`` in the one process in CPU mode, which starts when first used."""
+
+    def check(function: str, /, **arguments: Any) -> Any:
+        return _process().submit(_call, module, function, arguments).result()
+
+    return check
+
+
+@cache
+def _process() -> ProcessPoolExecutor:
+    """Shared by all tests, since importing Megatron takes seconds; ends with pytest."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_start)
+
+
+def _start() -> None:
+    os.environ |= {
+        "ZERO_BUBBLE_DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RANK": "1",  # what is said by rank 0 alone is no news here
+    }
+    from megatron.zero_bubble.patches import cpu
+
+    cpu.install()
+    import torch
+    from megatron.core import parallel_state
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+
+
+def _call(module: str, function: str, arguments: dict[str, Any]) -> Any:
+    return getattr(importlib.import_module(module), function)(**arguments)

@@ -1,0 +1,130 @@
+"""What test_arguments.py and test_patching.py ask of Megatron, in a process in CPU mode."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import sys
+from logging.handlers import BufferingHandler
+from typing import Any
+
+
+def flags_of_megatron(wanted: list[str]) -> dict[str, tuple[str, Any]]:
+    """(attribute, default) of those of the wanted flags that Megatron has without the adaptor."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(conflict_handler="resolve"))
+    return {
+        flag: (action.dest, action.default)
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag in wanted
+    }
+
+
+def version_of_megatron() -> str:
+    """As patching reads it; the installed one must pass without a word."""
+    from megatron.zero_bubble.patches import patching
+
+    handler = BufferingHandler(capacity=100)
+    patching.logger.addHandler(handler)
+    try:
+        patching.check_version()
+    finally:
+        patching.logger.removeHandler(handler)
+    assert handler.buffer == [], handler.buffer[0].getMessage()
+    return patching._version()
+
+
+FLAGS = {
+    "--num-layers": 2,
+    "--hidden-size": 8,
+    "--num-attention-heads": 2,
+    "--seq-length": 8,
+    "--max-position-embeddings": 8,
+    "--micro-batch-size": 1,
+}
+
+
+def _parsed(arguments: list[str]) -> dict[str, Any]:
+    from megatron.training import arguments as megatron_arguments
+
+    words = [str(word) for pair in FLAGS.items() for word in pair]
+    before, sys.argv = sys.argv, ["pretrain_gpt.py", *words, *arguments]
+    try:
+        return dict(vars(megatron_arguments.parse_args()))
+    finally:
+        sys.argv = before
+
+
+def adaptor_without_flags() -> None:
+    """With the adaptor and none of its flags: Megatron's arguments and Megatron's schedules."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import global_vars
+    from megatron.training import training as training_loop
+
+    from megatron.zero_bubble.patches import cpu
+
+    plain = _parsed([])
+    choose = schedules.get_forward_backward_func
+    importlib.import_module("megatron.zero_bubble.adaptor")
+    assert training_loop.get_forward_backward_func is schedules.get_forward_backward_func
+    assert schedules.get_forward_backward_func is not choose, "the adaptor did nothing"
+
+    ours = _parsed([])
+    flags = {
+        "pipeline_schedule": "megatron",
+        "enable_zero_bubble": False,
+        "zero_bubble_wait_limit": None,
+        "zero_bubble_device": None,
+    }
+    # CPU mode's own settings are the only others.
+    expected = argparse.Namespace(**plain)
+    cpu.apply_argument_defaults(expected)
+    assert ours == vars(expected) | flags, {
+        key: value for key, value in ours.items() if vars(expected).get(key) != value
+    }
+
+    for name in (None, "megatron"):
+        global_vars._GLOBAL_ARGS = argparse.Namespace(pipeline_schedule=name)
+        for stages, chunks in ((1, None), (2, None), (4, 2)):
+            given = {"pp_size": stages, "vp_size": chunks}
+            assert training_loop.get_forward_backward_func(**given) is choose(**given)
+    global_vars._GLOBAL_ARGS = None
+
+
+def adaptor_with_a_schedule() -> None:
+    """With a flag, training and evaluation get the one session's function."""
+    from megatron.training import global_vars
+    from megatron.training import training as training_loop
+
+    from megatron.zero_bubble.patches.schedule import current_session
+
+    importlib.import_module("megatron.zero_bubble.adaptor")
+    assert current_session() is None, "a session without a schedule"
+    global_vars._GLOBAL_ARGS = argparse.Namespace(
+        pipeline_schedule="zb-h1", zero_bubble_wait_limit=None, distributed_timeout_minutes=10
+    )
+    try:
+        functions = [training_loop.get_forward_backward_func() for _ in range(2)]
+    finally:
+        global_vars._GLOBAL_ARGS = None
+    session = current_session()
+    assert session is not None
+    assert functions == [session.forward_backward] * 2
+
+
+def a_wrong_combination_ends_the_process() -> tuple[Any, str]:
+    """(exit code, what was said) of a parse that our rules refuse, on the rank that speaks."""
+    importlib.import_module("megatron.zero_bubble.adaptor")
+    said = io.StringIO()
+    os.environ["LOCAL_RANK"] = "0"  # the one that speaks
+    try:
+        with contextlib.redirect_stderr(said):
+            _parsed(["--pipeline-schedule", "zb-h1"])
+    except SystemExit as end:
+        return end.code, said.getvalue()
+    raise AssertionError("the combination was accepted")

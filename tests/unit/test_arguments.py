@@ -1,0 +1,317 @@
+"""Every wrong combination of flags stops with the flag, its value, and what would work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.arguments import _RULES, add_arguments, schedule_for, validate
+from megatron.zero_bubble.errors import ConfigurationError
+from tests.unit.cpu_mode import checks_of
+from tests.unit.orders import all_forwards_first, parse
+from zero_bubble.builders import BUILDERS, build
+from zero_bubble.export.json_io import save_schedule
+from zero_bubble.placement import v_shape
+from zero_bubble.schedule import Schedule
+
+STAGES, MICROBATCHES = 2, 4
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    """What Megatron's parser gives for a job that can run: two stages, four microbatches."""
+    fine = {
+        "pipeline_schedule": None,
+        "enable_zero_bubble": False,
+        "zero_bubble_wait_limit": None,
+        "pipeline_model_parallel_size": STAGES,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "world_size": STAGES,
+        "micro_batch_size": 2,
+        "global_batch_size": 2 * MICROBATCHES,
+        "rampup_batch_size": None,
+        "transformer_impl": "local",
+    }
+    return argparse.Namespace(**(fine | changes))
+
+
+def complaint(**changes: Any) -> str:
+    """The message that such a job stops with."""
+    with pytest.raises(ConfigurationError) as caught:
+        validate(arguments(**changes))
+    return str(caught.value)
+
+
+def saved(schedule: Schedule, directory: Path) -> str:
+    path = directory / "schedule.json"
+    save_schedule(schedule, path)
+    return str(path)
+
+
+# What a rule forbids, and the value its message must show (a switch has none).
+FORBIDDEN = {
+    "--num-layers-per-virtual-pipeline-stage": (1, "1"),
+    "--num-virtual-stages-per-pipeline-rank": (2, "2"),
+    "--mtp-num-layers": (3, "3"),
+    "--defer-embedding-wgrad-compute": (True, ""),
+    "--delay-wgrad-compute": (True, ""),
+    "--overlap-moe-expert-parallel-comm": (True, ""),
+    "--cuda-graph-impl": ("local", "local"),
+    "--enable-cuda-graph": (True, ""),
+    "--variable-seq-lengths": (True, ""),
+    "--use-megatron-fsdp": (True, ""),
+    "--use-torch-fsdp2": (True, ""),
+    "--gtp-weight-remat-size": (2, "2"),
+    "--fine-grained-activation-offloading": (True, ""),
+    "--cpu-offloading-num-layers": (4, "4"),
+    "--moe-paged-stash": (True, ""),
+    "--moe-expert-rank-capacity-factor": (1.5, "1.5"),
+    "--hybrid-context-parallel": (True, ""),
+}
+# Attributes that Megatron sets without a flag of this name.
+NOT_A_FLAG = {"--variable-seq-lengths", "--gtp-weight-remat-size"}
+
+
+def test_every_rule_has_its_case() -> None:
+    assert [rule.flag for rule in _RULES] == list(FORBIDDEN)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("rule", _RULES, ids=lambda rule: rule.flag)
+def test_features_that_no_schedule_can_run_with(rule: Any, name: str) -> None:
+    bad, shown = FORBIDDEN[rule.flag]
+    message = complaint(pipeline_schedule=name, **{rule.attribute: bad})
+    named = " ".join(filter(None, [rule.flag, shown]))
+    assert message == f"--pipeline-schedule {name} does not work with {named}: {rule.remedy}"
+    assert "leave it out" in message or "use " in message
+    for good in rule.allowed:
+        validate(arguments(pipeline_schedule=name, **{rule.attribute: good}))
+    # Megatron's own schedule may have it.
+    validate(arguments(**{rule.attribute: bad}))
+
+
+def test_rules_name_megatrons_flags_and_allow_its_defaults() -> None:
+    megatron = checks_of("tests.unit.megatron_checks")
+    defaults = megatron("flags_of_megatron", wanted=[rule.flag for rule in _RULES])
+    for rule in _RULES:
+        if rule.flag in NOT_A_FLAG:
+            assert rule.flag not in defaults
+            continue
+        attribute, default = defaults[rule.flag]
+        assert attribute == rule.attribute
+        assert default in rule.allowed
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_pipeline_of_one_stage(name: str) -> None:
+    message = complaint(pipeline_schedule=name, pipeline_model_parallel_size=1, world_size=1)
+    assert message == (
+        f"--pipeline-schedule {name} needs a pipeline, but --pipeline-model-parallel-size is 1: "
+        "set it to 2 or more, or leave --pipeline-schedule out"
+    )
+
+
+@pytest.mark.parametrize("name", ["zb-h3", "ZB-H1", "megatron2", "schedule.csv"])
+def test_an_unknown_name(name: str) -> None:
+    message = complaint(pipeline_schedule=name)
+    assert message.startswith(f"--pipeline-schedule {name}: no such schedule; choose megatron, ")
+    for known in (*BUILDERS, ".json"):
+        assert known in message
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    message = complaint(pipeline_schedule=str(path))
+    assert message == (
+        f"--pipeline-schedule {path}: no such file; "
+        "`zero-bubble schedule zb-h1 --output FILE.json` makes one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected a JSON object"),
+        ("{}", "field 'format': expected 'zero-bubble schedule'"),
+        (
+            '{"format": "zero-bubble schedule", "version": 9}',
+            "field 'version': expected 1, not 9",
+        ),
+    ],
+)
+def test_a_broken_file(content: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(content)
+    message = complaint(pipeline_schedule=str(path))
+    assert message.startswith(f"--pipeline-schedule {path}: ")
+    assert reason in message
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "binary.json"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    assert complaint(pipeline_schedule=str(path)).startswith(f"--pipeline-schedule {path}: ")
+
+
+def test_a_file_for_another_number_of_stages(tmp_path: Path) -> None:
+    path = saved(build("zb-h1", 3, MICROBATCHES), tmp_path)
+    assert complaint(pipeline_schedule=path) == (
+        f"--pipeline-schedule {path} is for 3 stages, --pipeline-model-parallel-size is 2: "
+        "make the two equal"
+    )
+
+
+def test_a_file_for_another_number_of_microbatches(tmp_path: Path) -> None:
+    path = saved(build("zb-h1", STAGES, 5), tmp_path)
+    assert complaint(pipeline_schedule=path) == (
+        f"--pipeline-schedule {path} is for 5 microbatches, a batch has 4 (--global-batch-size / "
+        "(--micro-batch-size x data parallel size)): make the two equal"
+    )
+
+
+def test_a_file_with_several_chunks_a_stage(tmp_path: Path) -> None:
+    path = saved(all_forwards_first(v_shape(STAGES), MICROBATCHES, split=True), tmp_path)
+    assert complaint(pipeline_schedule=path) == (
+        f"--pipeline-schedule {path} has the placement v; only linear placement (one chunk a "
+        "stage) can run"
+    )
+
+
+def test_a_file_with_an_illegal_schedule(tmp_path: Path) -> None:
+    good = build("zb-h1", STAGES, MICROBATCHES)
+    without_its_end = Schedule(good.placement, MICROBATCHES, (good.passes[0][:-1], good.passes[1]))
+    path = saved(without_its_end, tmp_path)
+    message = complaint(pipeline_schedule=path)
+    assert message.startswith(f"--pipeline-schedule {path} cannot run: stage 0, ")
+    assert str(good.passes[0][-1]) in message
+
+
+def test_a_file_cannot_follow_a_growing_batch(tmp_path: Path) -> None:
+    path = saved(build("zb-h1", STAGES, MICROBATCHES), tmp_path)
+    ramp = ["2", "2", "100"]
+    message = complaint(pipeline_schedule=path, rampup_batch_size=ramp)
+    assert message.startswith(f"--pipeline-schedule {path} is for one number of microbatches, ")
+    assert "--rampup-batch-size" in message
+    assert "use a schedule by name (gpipe, 1f1b, zb-h1, zb-h2" in message
+    validate(arguments(pipeline_schedule="zb-h1", rampup_batch_size=ramp))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
+def test_split_schedules_need_local_layers(name: str) -> None:
+    message = complaint(pipeline_schedule=name, transformer_impl="transformer_engine")
+    assert message.startswith(f"--pipeline-schedule {name} splits the backward pass")
+    assert message.endswith(
+        "--transformer-impl is transformer_engine: add --transformer-impl local"
+    )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_fused_schedules_take_any_layers(name: str) -> None:
+    validate(arguments(pipeline_schedule=name, transformer_impl="transformer_engine"))
+
+
+@pytest.mark.parametrize("limit", [0.0, -3.0])
+def test_a_wait_limit_must_be_positive(limit: float) -> None:
+    message = complaint(pipeline_schedule="zb-h1", zero_bubble_wait_limit=limit)
+    assert message == f"--zero-bubble-wait-limit {limit:g}: must be above 0 seconds"
+    validate(arguments(pipeline_schedule="zb-h1", zero_bubble_wait_limit=0.5))
+
+
+@pytest.mark.parametrize("other", ["1f1b", "megatron", "schedule.json"])
+def test_the_alias_and_another_schedule(other: str) -> None:
+    assert complaint(enable_zero_bubble=True, pipeline_schedule=other) == (
+        "--enable-zero-bubble means --pipeline-schedule zb-h1, but --pipeline-schedule is "
+        f"{other}: give one of the two"
+    )
+
+
+@pytest.mark.parametrize("given", [None, "zb-h1"])
+def test_the_alias_means_zb_h1(given: str | None) -> None:
+    args = arguments(enable_zero_bubble=True, pipeline_schedule=given)
+    validate(args)
+    assert args.pipeline_schedule == "zb-h1"
+
+
+@pytest.mark.parametrize("given", [None, "megatron"])
+def test_without_a_schedule_nothing_is_asked(given: str | None) -> None:
+    args = arguments(pipeline_schedule=given, pipeline_model_parallel_size=1, world_size=1)
+    before = dict(vars(args))
+    validate(args)
+    assert vars(args) == before | {"pipeline_schedule": "megatron"}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_schedules_by_name(name: str) -> None:
+    args = arguments(pipeline_schedule=name)
+    before = dict(vars(args))
+    validate(args)
+    assert vars(args) == before
+    assert schedule_for(name, STAGES, MICROBATCHES) == build(name, STAGES, MICROBATCHES)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_saved_schedule_runs_as_it_was(name: str, tmp_path: Path) -> None:
+    schedule = build(name, STAGES, MICROBATCHES)
+    path = saved(schedule, tmp_path)
+    validate(arguments(pipeline_schedule=path))
+    assert schedule_for(path, STAGES, MICROBATCHES) == schedule
+
+
+def test_microbatches_are_counted_for_each_replica(tmp_path: Path) -> None:
+    """16 ranks are 2 stages x 2 tensor x 2 context x 2 data parallel."""
+    path = saved(build("zb-h1", STAGES, 6), tmp_path)
+    shape = {
+        "world_size": 16,
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "micro_batch_size": 3,
+    }
+    validate(arguments(pipeline_schedule=path, global_batch_size=36, **shape))
+    assert "a batch has 12 " in complaint(pipeline_schedule=path, global_batch_size=72, **shape)
+
+
+def test_an_order_that_changes_the_bits_runs_and_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = "0F0 0F1 0I0 0I1 0W1 0W0"
+    path = saved(parse(build("zb-h1", 2, 2).placement, 2, f"{row}\n{row}"), tmp_path)
+    validate(arguments(pipeline_schedule=path, global_batch_size=4))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    said = record.getMessage()
+    assert said.startswith(
+        f"--pipeline-schedule {path} is legal, but not bit-identical to 1F1B: stage 0, 0W"
+    )
+    caplog.clear()
+    validate(arguments(pipeline_schedule="zb-h1"))
+    assert caplog.records == []
+
+
+def test_the_flags_are_parsed() -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    given = "--pipeline-schedule zb-h2 --enable-zero-bubble --zero-bubble-wait-limit 7.5"
+    args = parser.parse_args([*given.split(), "--zero-bubble-device", "cpu"])
+    assert vars(args) == {
+        "pipeline_schedule": "zb-h2",
+        "enable_zero_bubble": True,
+        "zero_bubble_wait_limit": 7.5,
+        "zero_bubble_device": "cpu",
+    }
+    assert vars(parser.parse_args([])) == {
+        "pipeline_schedule": None,
+        "enable_zero_bubble": False,
+        "zero_bubble_wait_limit": None,
+        "zero_bubble_device": None,
+    }
+    for name in BUILDERS:
+        assert name in parser.format_help()
+
+
+def test_a_schedule_file_is_plain_json(tmp_path: Path) -> None:
+    path = Path(saved(build("zb-h1", STAGES, 1), tmp_path))
+    assert json.loads(path.read_text())["passes"] == ["0F0 0I0 0W0", "0F0 0I0 0W0"]
