@@ -128,6 +128,7 @@ def validate(args: Any) -> None:
         if rule.broken(args):
             value = rule.value(args)
             raise ConfigurationError(f"{flag} does not work with {rule.flag}{value}: {rule.remedy}")
+    _check_layout(flag, getattr(args, "pipeline_model_parallel_layout", None), stages)
     schedule = schedule_for(args.pipeline_schedule, stages, _microbatches(args))
     for ramp in ("rampup_batch_size", "step_batch_size_schedule"):
         value = getattr(args, ramp, None)
@@ -143,6 +144,19 @@ def validate(args: Any) -> None:
         )
     if (reasons := bit_identical_order(schedule)) and getattr(args, "rank", 0) == 0:
         logger.warning("%s is legal, but not bit-identical to 1F1B: %s", flag, reasons[0])
+
+
+def _check_layout(flag: str, layout: object, stages: int) -> None:
+    if not isinstance(layout, str):
+        return
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    parts: int = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+    if parts != stages:
+        raise ConfigurationError(
+            f"{flag} holds one chunk a stage, but --pipeline-model-parallel-layout {layout} has "
+            f"{parts} parts for {stages} stages: give it {stages} parts"
+        )
 
 
 def _splits(schedule: Schedule) -> bool:

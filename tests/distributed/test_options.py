@@ -37,6 +37,18 @@ OPTIONS = {
     "sequence_parallelism": Config(tp=2, extra=("--sequence-parallel",)),
     "recomputation": Config(dropout=0.1, extra=ONE_LAYER_EACH),
     "modern_layers": Config(extra=MODERN),
+    "experts": Config(
+        extra=(
+            "--num-experts",
+            "4",
+            "--moe-router-topk",
+            "2",
+            "--moe-token-dispatcher-type",
+            "allgather",
+            "--swiglu",
+            "--disable-bias-linear",
+        )
+    ),
     "uneven_stages": Config(extra=("--pipeline-model-parallel-layout", "Et|tttL")),
 }
 SCHEDULES = ("zb-h1", "zb-h2")
@@ -49,6 +61,7 @@ DEFAULT = (
     "sequence_parallelism",
     "recomputation",
     "modern_layers",
+    "experts",
 )
 
 

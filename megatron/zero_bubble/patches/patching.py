@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def apply(patch: Patch) -> None:
     setattr(owner, last, replacement)
     if isinstance(owner, ModuleType):
         _mend_imports(original, replacement)
-    logger.info("patched %s: %s", patch.name, patch.reason)
+    if _first_rank():
+        logger.info("patched %s: %s", patch.name, patch.reason)
 
 
 def _mend_imports(original: Any, replacement: Any) -> None:
@@ -84,7 +86,7 @@ def check_version() -> None:
             f"megatron-core {version} is too old: zero-bubble needs 0.17 to 0.19, whose wheels "
             f"contain megatron.training; install megatron-core {TESTED_VERSIONS[-1]}"
         )
-    if version not in TESTED_VERSIONS:
+    if version not in TESTED_VERSIONS and _first_rank():
         newer = " (newer than any known)" if numbers >= NEXT_UNKNOWN else ""
         logger.warning(
             "megatron-core %s%s has not been tested with zero-bubble; tested: %s",
@@ -92,6 +94,10 @@ def check_version() -> None:
             newer,
             ", ".join(TESTED_VERSIONS),
         )
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _version() -> str:

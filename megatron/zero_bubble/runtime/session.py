@@ -20,9 +20,11 @@ from megatron.zero_bubble.runtime.layers import split_linears
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
 from zero_bubble.builders import build
+from zero_bubble.costs import Costs
 from zero_bubble.lower import lower
 from zero_bubble.program import Instruction, Program, Run, channels_between
 from zero_bubble.schedule import Kind, Schedule
+from zero_bubble.simulate import simulate
 
 __all__ = ["BatchRecord", "Session"]
 
@@ -82,6 +84,8 @@ class Session:
                 else self._build_schedule(stages, num_microbatches)
             )
             self._programs[key] = lower(schedule, forward_only=forward_only)
+            if not forward_only and dist.get_rank() == 0:
+                _announce(schedule)
         return self._programs[key]
 
     def forward_backward(
@@ -214,3 +218,16 @@ class Session:
                 wait_limit=self._wait_limit,
             )
         return self.transport
+
+
+def _announce(schedule: Schedule) -> None:
+    timeline = simulate(schedule, Costs.uniform(schedule.placement, 1.0, 1.0, 1.0))
+    logger.info(
+        "pipeline schedule %s: %d stages, %d microbatches; if F, B and W took equal time: bubble "
+        "rate %.1f%%, activations of at most %g microbatches on a stage",
+        schedule.name or "from a file",
+        schedule.num_stages,
+        schedule.num_microbatches,
+        100 * timeline.bubble_rate,
+        max(timeline.peak_memory),
+    )
