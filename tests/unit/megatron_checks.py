@@ -25,6 +25,18 @@ def flags_of_megatron(wanted: list[str]) -> dict[str, tuple[str, Any]]:
     }
 
 
+def complaint(arguments: dict[str, Any]) -> str | None:
+    """What is wrong with a combination of arguments, where Megatron has to be asked."""
+    from megatron.zero_bubble.arguments import validate
+    from megatron.zero_bubble.errors import ConfigurationError
+
+    try:
+        validate(argparse.Namespace(**arguments))
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
 def version_of_megatron() -> str:
     """As patching reads it; the installed one must pass without a word."""
     from megatron.zero_bubble.patches import patching

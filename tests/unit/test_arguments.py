@@ -191,14 +191,36 @@ def test_a_file_with_an_illegal_schedule(tmp_path: Path) -> None:
     assert str(good.passes[0][-1]) in message
 
 
-def test_a_file_cannot_follow_a_growing_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "attribute", "value"),
+    [
+        ("--rampup-batch-size", "rampup_batch_size", ["2", "2", "100"]),
+        ("--step-batch-size-schedule", "step_batch_size_schedule", "0:8 100:16"),
+    ],
+)
+def test_a_file_cannot_follow_a_growing_batch(
+    flag: str, attribute: str, value: Any, tmp_path: Path
+) -> None:
     path = saved(build("zb-h1", STAGES, MICROBATCHES), tmp_path)
-    ramp = ["2", "2", "100"]
-    message = complaint(pipeline_schedule=path, rampup_batch_size=ramp)
+    message = complaint(pipeline_schedule=path, **{attribute: value})
     assert message.startswith(f"--pipeline-schedule {path} is for one number of microbatches, ")
-    assert "--rampup-batch-size" in message
+    assert f"{flag} {value} changes it" in message
     assert "use a schedule by name (gpipe, 1f1b, zb-h1, zb-h2" in message
-    validate(arguments(pipeline_schedule="zb-h1", rampup_batch_size=ramp))
+    validate(arguments(pipeline_schedule="zb-h1", **{attribute: value}))
+
+
+def test_a_layout_with_several_parts_a_stage() -> None:
+    megatron = checks_of("tests.unit.megatron_checks")
+    layout = "Et|t|t|tL"
+    given = vars(arguments(pipeline_schedule="zb-h1", pipeline_model_parallel_layout=layout))
+    assert megatron("complaint", arguments=given) == (
+        "--pipeline-schedule zb-h1 holds one chunk a stage, but --pipeline-model-parallel-layout "
+        "Et|t|t|tL has 4 parts for 2 stages: give it 2 parts"
+    )
+    assert (
+        megatron("complaint", arguments=given | {"pipeline_model_parallel_layout": "Ett|ttL"})
+        is None
+    )
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
