@@ -131,10 +131,10 @@ def validate(args: Any) -> None:
     _check_layout(flag, getattr(args, "pipeline_model_parallel_layout", None), stages)
     schedule = schedule_for(args.pipeline_schedule, stages, _microbatches(args))
     for ramp in ("rampup_batch_size", "step_batch_size_schedule"):
-        value = getattr(args, ramp, None)
-        if value is not None and args.pipeline_schedule not in BUILDERS:
+        sizes = getattr(args, ramp, None)
+        if sizes is not None and args.pipeline_schedule not in BUILDERS:
             raise ConfigurationError(
-                f"{flag} is for one number of microbatches, and --{ramp.replace('_', '-')} {value} "
+                f"{flag} is for one number of microbatches, and --{ramp.replace('_', '-')} {sizes} "
                 f"changes it: use a schedule by name ({', '.join(BUILDERS)})"
             )
     if _splits(schedule) and args.transformer_impl != "local":
@@ -210,11 +210,10 @@ _RULES = (
           "a captured graph has Megatron's order of passes; use --cuda-graph-impl none",
           (None, "none")),
     _Rule("--enable-cuda-graph", "enable_cuda_graph", _LEAVE_OUT),
-    _Rule("--variable-seq-lengths", "variable_seq_lengths",
-          "messages between stages must have one shape; leave it out"),
     _Rule("--use-megatron-fsdp", "use_megatron_fsdp", "use Megatron's DistributedDataParallel"),
     _Rule("--use-torch-fsdp2", "use_torch_fsdp2", "use Megatron's DistributedDataParallel"),
-    _Rule("--gtp-weight-remat-size", "gtp_weight_remat_size", _LEAVE_OUT, (None, 1)),
+    _Rule("--tensor-parallel-num-weight-shards", "tensor_parallel_num_weight_shards",
+          _LEAVE_OUT, (None, 1)),
     _Rule("--fine-grained-activation-offloading", "fine_grained_activation_offloading", _LEAVE_OUT),
     _Rule("--cpu-offloading-num-layers", "cpu_offloading_num_layers", _LEAVE_OUT, (None, 0)),
     _Rule("--moe-paged-stash", "moe_paged_stash", _LEAVE_OUT),

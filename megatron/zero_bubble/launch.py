@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.patches import cpu
 
-__all__ = ["device_flag", "install", "stop"]
+__all__ = ["cannot_import", "device_flag", "install", "stop"]
 
 USAGE_ERROR = 2  # argparse's own
 DEVICE_FLAG = "--zero-bubble-device"
@@ -23,6 +24,8 @@ def install() -> None:
             os.environ[cpu.DEVICE_VARIABLE] = choice
         cpu.install()
         _install_patches()
+    except ImportError as error:
+        stop(cannot_import(error))
     except ValueError as error:
         stop(error)
 
@@ -35,6 +38,23 @@ def device_flag(arguments: Sequence[str]) -> str | None:
         if argument == DEVICE_FLAG and position + 1 < len(arguments):
             return arguments[position + 1]
     return None
+
+
+def cannot_import(error: ImportError, who: str = "zero-bubble") -> ConfigurationError:
+    """What to tell a user whose Megatron is missing, incomplete, or of another version."""
+    from megatron.zero_bubble.patches import patching
+
+    package = (error.name or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package not in ("", "megatron"):
+        # Before 0.19 Megatron imports yaml, which its wheel does not require.
+        return ConfigurationError(
+            f"{patching.installed_version()} needs the Python package {package}, which is missing: "
+            "install it" + (" (pip install pyyaml)" if package == "yaml" else "")
+        )
+    return ConfigurationError(
+        f"{who} does not fit {patching.installed_version()} ({error}): install megatron-core "
+        f"{patching.TESTED_VERSIONS[-1]}"
+    )
 
 
 def stop(error: Exception) -> NoReturn:

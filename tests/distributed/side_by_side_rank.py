@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def check_all(forward_step: Any, data_iterator: Any, model: list[Any], *_: Any, 
     expected_losses, expected = gradients(megatron)
     assert any(gradient.any() for gradient in expected)
     for name in BUILDERS:
-        session.reschedule(lambda stages, m, name=name: schedule_for(name, stages, m))
+        session.reschedule(partial(schedule_for, name))
         for deallocate in (False, True):
             config.deallocate_pipeline_outputs = deallocate
             losses, ours = gradients(session.forward_backward)
@@ -68,20 +69,22 @@ def check_all(forward_step: Any, data_iterator: Any, model: list[Any], *_: Any, 
 
     # A scaled loss scales every gradient by the same power of two, exactly.
     config.grad_scale_func = lambda loss: loss * 8
-    _, scaled = gradients(session.forward_backward)
+    scaled = gradients(session.forward_backward)[1]
     config.grad_scale_func = None
     same(scaled, [8 * gradient for gradient in expected], "scaled gradients")
 
     with torch.no_grad():
         for chunk in model:
             chunk.eval()
-        for options in ({}, {"first_val_step": True}, {"collect_non_loss_data": True}):
+        every: tuple[dict[str, Any], ...]
+        every = ({}, {"first_val_step": True}, {"collect_non_loss_data": True})
+        for options in every:
             step = with_data(forward_step) if "collect_non_loss_data" in options else forward_step
-            theirs = call(megatron, step, forward_only=True, **options)
-            ours = call(session.forward_backward, step, forward_only=True, **options)
-            same(ours, theirs, f"forward only, {options}")
+            theirs: Any = call(megatron, step, forward_only=True, **options)
+            data = call(session.forward_backward, step, forward_only=True, **options)
+            same(data, theirs, f"forward only, {options}")
             last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-            assert len(ours) == (MICROBATCHES if last else 0)
+            assert len(data) == (MICROBATCHES if last else 0)
     print("side by side: equal", flush=True)
     torch.distributed.barrier()
     raise SystemExit(0)

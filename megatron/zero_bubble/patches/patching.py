@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.zero_bubble.errors import ConfigurationError
 
-__all__ = ["TESTED_VERSIONS", "Patch", "apply", "check_version"]
+__all__ = ["TESTED_VERSIONS", "Patch", "apply", "check_version", "installed_version"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,3 +105,11 @@ def _version() -> str:
 
     version: str = package_info.__shortversion__
     return version
+
+
+def installed_version() -> str:
+    """The Megatron that this process would use, for a message; also where it cannot be imported."""
+    try:
+        return f"megatron-core {_version()}"
+    except ImportError:
+        return "the installed Megatron"

@@ -72,9 +72,11 @@ class _SplitLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_output,) = grad_outputs
-        input, weight = ctx.saved_tensors
+        input, _ = ctx.saved_tensors  # unpacked: autograd checks that the weight is what it was
         link: _Link = ctx.link
-        grad_input = grad_output.matmul(weight)
+        # By the parameter, not its detached twin: whether torch folds a strided gradient into two
+        # dimensions, and so how it rounds, depends on whether the matrix requires a gradient.
+        grad_input = grad_output.matmul(link.parameter)
         handle = None
         if link.allreduce_dgrad:
             handle = torch.distributed.all_reduce(grad_input, group=link.tp_group, async_op=True)
@@ -90,7 +92,7 @@ class _SplitLinear(torch.autograd.Function):  # type: ignore[misc]
         link.store.put(
             PendingGradient(
                 link.parameter,
-                input,
+                input.detach(),  # without the graph that made it
                 flat,
                 link.tp_group if link.sequence_parallel else None,
                 link.fused_accumulation,
@@ -111,6 +113,7 @@ def _forward_impl(store: WeightGradStore) -> Any:
             store.deferring
             and torch.is_grad_enabled()
             and input.requires_grad
+            and weight.requires_grad
             and weight in store.accumulate
             and options.get("grad_output_buffer") is None
         )

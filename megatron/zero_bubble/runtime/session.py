@@ -119,6 +119,11 @@ class Session:
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
+        if config.variable_seq_lengths:
+            raise ConfigurationError(
+                "the model's config has variable_seq_lengths, but stages exchange tensors of one "
+                "shape: use --pipeline-schedule megatron"
+            )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         stage, stages = groups.pp.rank(), groups.pp.size()
         program = self.program(num_microbatches, stages, forward_only=forward_only)

@@ -51,9 +51,10 @@ class PendingGradient:
             kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)
         else:
             kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
-        # The hook wants a gradient of the right shape; this one takes no memory and is not added.
+        # The hook wants a gradient of the right shape. This one takes no memory, and is zero, for
+        # the hook adds it where the parameter has `zero_out_wgrad` (tied embeddings).
         self.parameter.grad_added_to_main_grad = True
-        return self.parameter.detach().new_empty(1).expand_as(self.parameter)
+        return self.parameter.detach().new_zeros(1).expand_as(self.parameter)
 
     def _gathered_input(self) -> torch.Tensor:
         if self.gather_group is None:
