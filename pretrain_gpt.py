@@ -31,6 +31,7 @@ from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
 )
+
 from megatron.zero_bubble.launch import cannot_import, stop
 
 try:  # these are what changed in 0.19, with the arguments of pretrain() itself
