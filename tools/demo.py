@@ -36,7 +36,7 @@ TIME_LIMIT = 600.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--iterations", type=int, default=80)
     parser.add_argument("--output", type=Path, default=ROOT / "demo-output")
     options = parser.parse_args()
     if options.iterations < 10:
@@ -120,10 +120,10 @@ def train(name: str, iterations: int, data: Path, output: Path) -> Run:
     here = output / name
     shutil.rmtree(here, ignore_errors=True)
     flags = f"""--pipeline-schedule {name} --pipeline-model-parallel-size {STAGES}
-        --num-layers 4 --hidden-size 128 --num-attention-heads 4
-        --seq-length 128 --max-position-embeddings 128
+        --num-layers 4 --hidden-size 256 --num-attention-heads 4
+        --seq-length 64 --max-position-embeddings 64 --hidden-dropout 0 --attention-dropout 0
         --micro-batch-size {MICROBATCH_SIZE} --global-batch-size {MICROBATCHES * MICROBATCH_SIZE}
-        --train-iters {iterations} --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 5
+        --train-iters {iterations} --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 5
         --data-path {data} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 257
         --eval-interval {iterations} --eval-iters 4 --log-interval 10 --seed 1234
         --save {here / "checkpoints"} --save-interval {iterations}""".split()

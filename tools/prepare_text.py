@@ -7,6 +7,7 @@ vocabulary is needed, so any text trains at once; Megatron's NullTokenizer knows
 """
 
 import argparse
+import logging
 import shutil
 import sys
 import warnings
@@ -100,8 +101,10 @@ def write_dataset(documents: Iterable[bytes], prefix: Path, overwrite: bool = Fa
         index.unlink(missing_ok=True)
     data.touch()  # fails here, and not after the slow import, when the place is not writable
 
-    with warnings.catch_warnings(action="ignore"):  # GPU packages that no data set needs
+    logging.disable(logging.WARNING)  # about GPUs and packages that no data set needs
+    with warnings.catch_warnings(action="ignore"):
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    logging.disable(logging.NOTSET)
 
     builder = IndexedDatasetBuilder(str(data), dtype=np.uint16)
     count = size = 0

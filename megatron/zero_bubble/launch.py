@@ -68,6 +68,7 @@ def _install_patches() -> None:
     from megatron.zero_bubble.patches import patching
 
     patching.check_version()
+    patching.check_relied_on()
     # The training loop's from-imports must exist to be mended.
     import megatron.training.training  # noqa: F401
 

@@ -51,6 +51,30 @@ def version_of_megatron() -> str:
     return patching._version()
 
 
+def complaints_of_missing_attributes() -> dict[str, str]:
+    """For each attribute that the runtime relies on: what is said when it alone is missing."""
+    from functools import reduce
+
+    from megatron.zero_bubble.errors import ConfigurationError
+    from megatron.zero_bubble.patches import patching
+
+    patching.check_relied_on()
+    said = {}
+    for module, attributes in patching.RELIED_ON.items():
+        for attribute in attributes:
+            *path, last = attribute.split(".")
+            owner = reduce(getattr, path, importlib.import_module(module))
+            original = vars(owner)[last]
+            delattr(owner, last)
+            try:
+                patching.check_relied_on()
+            except ConfigurationError as error:
+                said[f"{module}.{attribute}"] = str(error)
+            finally:
+                setattr(owner, last, original)
+    return said
+
+
 FLAGS = {
     "--num-layers": 2,
     "--hidden-size": 8,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.errors import ConfigurationError
+from megatron.zero_bubble.launch import cannot_import
 from megatron.zero_bubble.patches import patching
-from megatron.zero_bubble.patches.patching import Patch, apply, check_version
+from megatron.zero_bubble.patches.patching import RELIED_ON, Patch, apply, check_version
 from tests.unit.cpu_mode import checks_of
 
 megatron = checks_of("tests.unit.megatron_checks")
@@ -121,6 +122,32 @@ def test_a_missing_hook_is_named_with_its_purpose(
         "(it picks the schedule): install megatron-core 0.19.2"
     )
     assert home.pick is one
+
+
+def test_whatever_the_runtime_calls_is_missed_at_the_start() -> None:
+    said = megatron("complaints_of_missing_attributes")
+    assert list(said) == [f"{one}.{name}" for one, names in RELIED_ON.items() for name in names]
+    for name, message in said.items():
+        assert f"has no {name}, which zero-bubble calls: install megatron-core 0.19.2" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ModuleNotFoundError("No module named 'yaml'", name="yaml"),
+            "megatron-core 0.19.2 needs the Python package yaml, which is missing: install it "
+            "(pip install pyyaml)",
+        ),
+        (
+            ImportError("cannot import name 'this'", name="megatron.core.utils"),
+            "zero-bubble does not fit megatron-core 0.19.2 (cannot import name 'this'): install "
+            "megatron-core 0.19.2",
+        ),
+    ],
+)
+def test_an_import_that_fails_is_one_message(error: ImportError, message: str) -> None:
+    assert str(cannot_import(error)) == message
 
 
 def test_a_patch_is_logged_with_its_reason(

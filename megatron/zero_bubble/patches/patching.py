@@ -14,7 +14,15 @@ from typing import Any
 
 from megatron.zero_bubble.errors import ConfigurationError
 
-__all__ = ["TESTED_VERSIONS", "Patch", "apply", "check_version", "installed_version"]
+__all__ = [
+    "RELIED_ON",
+    "TESTED_VERSIONS",
+    "Patch",
+    "apply",
+    "check_relied_on",
+    "check_version",
+    "installed_version",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +30,26 @@ TESTED_VERSIONS = ("0.19.2",)
 """Versions of megatron-core that this project's tests have run with."""
 OLDEST, NEXT_UNKNOWN = (0, 17), (0, 20)
 _OURS = "megatron.zero_bubble"
+
+RELIED_ON = {
+    "megatron.core.pipeline_parallel.schedules": (
+        "forward_step",
+        "backward_step",
+        "check_first_val_step",
+        "deallocate_output_tensor",
+        "get_tensor_shapes",
+    ),
+    "megatron.core.process_groups_config": ("ProcessGroupCollection.use_mpu_process_groups",),
+    "megatron.core.distributed": ("DistributedDataParallel._make_backward_post_hook",),
+    "megatron.core.tensor_parallel.layers": (
+        "ColumnParallelLinear._forward_impl",
+        "RowParallelLinear._forward_impl",
+        "dist_all_gather_func",
+        "dist_reduce_scatter_func",
+    ),
+    "megatron.core.utils": ("get_model_config", "prepare_input_tensors_for_wgrad_compute"),
+}
+"""What the runtime calls by attribute: without a probe it would be missed in the first batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +75,37 @@ def apply(patch: Patch) -> None:
     Raises:
         ConfigurationError: this megatron-core has no such attribute.
     """
-    *path, last = patch.attribute.split(".")
-    try:
-        owner = reduce(getattr, path, importlib.import_module(patch.module))
-        original = getattr(owner, last)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"megatron-core {_version()} has no {patch.name}, which zero-bubble changes "
-            f"({patch.reason}): install megatron-core {TESTED_VERSIONS[-1]}"
-        ) from error
+    path, _, last = patch.attribute.rpartition(".")
+    original = _probe(patch.module, patch.attribute, f"changes ({patch.reason})")
+    owner = _probe(patch.module, path, "changes")
     replacement = patch.make(original)
     setattr(owner, last, replacement)
     if isinstance(owner, ModuleType):
         _mend_imports(original, replacement)
     if _first_rank():
         logger.info("patched %s: %s", patch.name, patch.reason)
+
+
+def check_relied_on() -> None:
+    """Find all that the runtime calls in Megatron.
+
+    Raises:
+        ConfigurationError: names the first thing that this megatron-core lacks.
+    """
+    for module, attributes in RELIED_ON.items():
+        for attribute in attributes:
+            _probe(module, attribute, "calls")
+
+
+def _probe(module: str, attribute: str, use: str) -> Any:
+    """``module.attribute`` (dots allowed; the module itself if empty)."""
+    try:
+        return reduce(getattr, filter(None, attribute.split(".")), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"megatron-core {_version()} has no {module}.{attribute}, which zero-bubble {use}: "
+            f"install megatron-core {TESTED_VERSIONS[-1]}"
+        ) from error
 
 
 def _mend_imports(original: Any, replacement: Any) -> None:
