@@ -32,8 +32,6 @@ from megatron.training.utils import (
     is_first_or_last_pipeline_stage,
 )
 
-from megatron.zero_bubble.launch import cannot_import, stop
-
 try:  # these are what changed in 0.19, with the arguments of pretrain() itself
     from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
     from megatron.training.argument_utils import (
@@ -42,6 +40,8 @@ try:  # these are what changed in 0.19, with the arguments of pretrain() itself
     )
     from megatron.training.arguments import parse_and_validate_args
 except ImportError as error:
+    from megatron.zero_bubble.launch import cannot_import, stop
+
     stop(cannot_import(error, "this pretrain_gpt.py, written for megatron-core 0.19,"))
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
