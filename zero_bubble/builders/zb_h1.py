@@ -10,7 +10,7 @@ __all__ = ["zb_h1"]
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """The handcrafted schedule at 1F1B's memory (paper, section 2.3, Figure 3 top).
+    """The handcrafted schedule at 1F1B's memory (paper, section 2, Figure 3 top).
 
     F's and B's in 1F1B's order; on stage s, W's lag s microbatches behind. What stage s holds less
     in flight than stage 0 pays for the W's it holds back, hence a peak memory of at most p M_B.

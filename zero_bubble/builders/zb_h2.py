@@ -10,7 +10,7 @@ __all__ = ["zb_h2"]
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """The handcrafted schedule without bubbles (paper, section 2.3, Figure 3 bottom).
+    """The handcrafted schedule without bubbles (paper, section 2, Figure 3 bottom).
 
     Stage s runs 2(p-s)-1 warm-up forwards, which fill the wait for its first gradient, and its W's
     lag 2s microbatches behind, which fills the wait for its last. Peak memory at most (2p-1) M_B,
