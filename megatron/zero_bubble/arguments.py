@@ -17,6 +17,7 @@ from zero_bubble.schedule import Kind, Schedule
 __all__ = ["add_arguments", "schedule_for", "validate"]
 
 MEGATRON = "megatron"
+LONGEST_WAIT = 1e7  # seconds; torch's timeouts overflow a little further on
 logger = logging.getLogger(__name__)
 
 
@@ -115,8 +116,11 @@ def validate(args: Any) -> None:
     if args.pipeline_schedule == MEGATRON:
         return
     limit = getattr(args, "zero_bubble_wait_limit", None)
-    if limit is not None and limit <= 0:
-        raise ConfigurationError(f"--zero-bubble-wait-limit {limit:g}: must be above 0 seconds")
+    if limit is not None and not 0 < limit <= LONGEST_WAIT:
+        raise ConfigurationError(
+            f"--zero-bubble-wait-limit {limit:g}: must be above 0 seconds and at most "
+            f"{LONGEST_WAIT:g}"
+        )
     flag = f"--pipeline-schedule {args.pipeline_schedule}"
     stages = args.pipeline_model_parallel_size
     if stages < 2:

@@ -231,10 +231,12 @@ def test_fused_schedules_take_any_layers(name: str) -> None:
     validate(arguments(pipeline_schedule=name, transformer_impl="transformer_engine"))
 
 
-@pytest.mark.parametrize("limit", [0.0, -3.0])
-def test_a_wait_limit_must_be_positive(limit: float) -> None:
+@pytest.mark.parametrize("limit", [0.0, -3.0, 1e8, float("inf"), float("nan")])
+def test_a_wait_limit_must_be_positive_and_finite(limit: float) -> None:
     message = complaint(pipeline_schedule="zb-h1", zero_bubble_wait_limit=limit)
-    assert message == f"--zero-bubble-wait-limit {limit:g}: must be above 0 seconds"
+    assert message == (
+        f"--zero-bubble-wait-limit {limit:g}: must be above 0 seconds and at most 1e+07"
+    )
     validate(arguments(pipeline_schedule="zb-h1", zero_bubble_wait_limit=0.5))
 
 
