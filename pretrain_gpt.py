@@ -14,9 +14,10 @@ import megatron.zero_bubble.adaptor  # noqa: F401  (must come before any other M
 # isort: split
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import parallel_state
@@ -87,6 +88,7 @@ def build_datasets(
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,  # the attention makes the causal mask itself
     )
+    check_documents(config, num_samples)
 
     def reads_data() -> bool:
         tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -96,6 +98,37 @@ def build_datasets(
     builder = BlendedMegatronDatasetBuilder(dataset_class, num_samples, reads_data, config)
     train, validation, test = builder.build()
     return train, validation, test
+
+
+def check_documents(config: GPTDatasetConfig, num_samples: Sequence[int | None]) -> None:
+    """Stop where Megatron would look for ever for samples in a split without documents."""
+    if config.blend is None or config.mock:
+        return
+    for prefix in config.blend[0]:
+        if not Path(f"{prefix}.idx").is_file():
+            refuse(
+                f"--data-path {prefix}: there is no file {prefix}.idx; name what comes before .bin "
+                "and .idx (tools/prepare_text.py makes both)"
+            )
+        data = GPTDataset.build_low_level_dataset(prefix, config)
+        documents = GPTDataset.numel_low_level_dataset(data)
+        names = ("training", "validation", "test")
+        for name, share, wanted in zip(names, config.split_matrix, num_samples, strict=True):
+            if share is None or wanted == 0:
+                continue
+            first, last = (round(bound * float(documents)) for bound in share)
+            if first == last:
+                refuse(
+                    f"--split {config.split} leaves no document of the {documents} in {prefix} for "
+                    f"{name}: use more documents, or --split 1,0,0 --eval-iters 0"
+                )
+
+
+def refuse(message: str) -> NoReturn:
+    """End the run as a wrong flag does."""
+    from megatron.zero_bubble.launch import stop
+
+    stop(ValueError(message))
 
 
 def get_batch(

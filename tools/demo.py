@@ -32,6 +32,7 @@ STAGES, MICROBATCHES, MICROBATCH_SIZE = 2, 4, 4
 SCHEDULES = {"megatron": "Megatron 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2"}
 TEXT_BYTES = 4_000_000
 TIME_LIMIT = 600.0
+BUSY = 1.1
 
 
 def main() -> int:
@@ -42,6 +43,7 @@ def main() -> int:
     if options.iterations < 10:
         parser.error(f"--iterations {options.iterations}: at least 10")
     output: Path = options.output
+    print("Three training runs; together 2 to 4 minutes on two cores.")
     data = prepare(output)
     runs = {}
     for name in SCHEDULES:
@@ -178,6 +180,12 @@ def report(runs: dict[str, Run], predicted: dict[str, Timeline], picture: Path) 
             f"{title:<16}{runs[name].samples_per_second:>10.1f}"
             f"{predicted[name].bubble_rate:>18.1%}{runs[name].bubble_rate():>10.1%}{memory:>11g} M"
         )
+    busy = slowdown(runs)
+    if busy > BUSY:
+        print(
+            f"This machine was busy: the same passes took {busy - 1:.0%} longer in one run than in"
+        )
+        print("another, so that samples/s do not compare. The losses do.")
     print(
         "(activations: most microbatches held on a stage. Each run starts its stages together, so"
     )
@@ -185,6 +193,15 @@ def report(runs: dict[str, Run], predicted: dict[str, Timeline], picture: Path) 
 
     print(f"\nPicture of the three schedules with the measured times: {picture}")
     return identical(runs)
+
+
+def slowdown(runs: dict[str, Run]) -> float:
+    """How much longer the forward passes, the same in all runs, took in the slowest of them."""
+    medians = [
+        statistics.median([ms for stage in range(STAGES) for ms in run.times(stage, "F")])
+        for run in runs.values()
+    ]
+    return max(medians) / min(medians)
 
 
 def identical(runs: dict[str, Run]) -> int:

@@ -120,7 +120,11 @@ def write_dataset(documents: Iterable[bytes], prefix: Path, overwrite: bool = Fa
 
 def megatron_flags(prefix: Path, documents: int) -> str:
     """The flags with which Megatron reads the data set."""
-    split = "--split 90,5,5" if documents >= DOCUMENTS_TO_SPLIT else "--split 1,0,0 --eval-iters 0"
+    split = (
+        "--split 90,5,5"
+        if documents >= DOCUMENTS_TO_SPLIT
+        else "--split 1,0,0 --eval-iters 0 --eval-interval 1"
+    )
     return f"--data-path {prefix} {split} --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE}"
 
 

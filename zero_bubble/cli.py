@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        print(f"zero-bubble: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"zero-bubble: {error}", file=sys.stderr)
         return 2
 
@@ -80,7 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.set_defaults(command=_check)
 
-    one = commands.add_parser("draw", help="draw schedules as text, or as a picture")
+    one = commands.add_parser(
+        "draw",
+        help="draw schedules as text, or as a picture",
+        description="Rows are stages, time goes right, dots are idle. F3, B3, W3: forward, input "
+        "gradient and weight gradient of microbatch 3; BW3: a fused backward. Time is to scale, a "
+        "label that does not fit is cut.",
+    )
     one.add_argument("what", nargs="+", metavar="NAME|FILE.json", help=f"{names}, or a file")
     _add_size(one, required=False)
     _add_costs(one)
@@ -91,8 +100,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_size(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    parser.add_argument("--stages", type=int, required=required, metavar="P")
-    parser.add_argument("--microbatches", type=int, required=required, metavar="M")
+    unless = "" if required else " (not for files, which have their own)"
+    parser.add_argument(
+        "--stages", type=int, required=required, metavar="P", help=f"pipeline stages{unless}"
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        required=required,
+        metavar="M",
+        help=f"microbatches of a batch on one data-parallel replica{unless}",
+    )
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:

@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
 # Train a small GPT on the CPUs of one machine, in two pipeline stages.
 #
-#   examples/gpt3/laptop.sh                           random data
+#   examples/gpt3/laptop.sh                           synthetic data
 #   DATA_PATH=data/text examples/gpt3/laptop.sh       data made by tools/prepare_text.py
+#   SPLIT=1,0,0 EVAL_ITERS=0 DATA_PATH=data/few ...   too few documents to hold some out
+#   SAVE=checkpoints SAVE_INTERVAL=10 ...             save, and go on from there the next time
 #   DRY_RUN=1 examples/gpt3/laptop.sh                 print the command and stop
 #
 # Every variable below can be set in the environment; further arguments go to pretrain_gpt.py and
 # win over those given here.
 set -euo pipefail
 
+# Relative paths are the caller's.
+absolute() { [[ -z $1 || $1 == /* ]] && echo "$1" || echo "$PWD/$1"; }
+DATA_PATH=$(absolute "${DATA_PATH:-}")
+SAVE=$(absolute "${SAVE:-}")
+[[ ${PIPELINE_SCHEDULE:-} == *.json ]] && PIPELINE_SCHEDULE=$(absolute "$PIPELINE_SCHEDULE")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
@@ -25,9 +32,8 @@ GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-16}
 TRAIN_ITERS=${TRAIN_ITERS:-20}
 EVAL_ITERS=${EVAL_ITERS:-1}
 LR=${LR:-1e-3}
-DATA_PATH=${DATA_PATH:-}
 SPLIT=${SPLIT:-90,5,5}
-SAVE=${SAVE:-}
+SAVE_INTERVAL=${SAVE_INTERVAL:-$TRAIN_ITERS}
 DRY_RUN=${DRY_RUN:-0}
 
 # CPU mode sets the flags that only a GPU could honour; one thread a stage, or they fight.
@@ -44,7 +50,9 @@ fi
 
 CHECKPOINT=()
 if [[ -n $SAVE ]]; then
-    CHECKPOINT+=(--save "$SAVE" --load "$SAVE" --save-interval "$TRAIN_ITERS")
+    CHECKPOINT+=(--save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL")
+    # A later run may have another TRAIN_ITERS than the checkpoint.
+    CHECKPOINT+=(--override-opt-param-scheduler)
 fi
 
 COMMAND=(

@@ -72,7 +72,8 @@ def schedule_for(name: str, stages: int, microbatches: int) -> Schedule:
         )
     if not Path(name).is_file():
         raise ConfigurationError(
-            f"{flag}: no such file; `zero-bubble schedule zb-h1 --output FILE.json` makes one"
+            f"{flag}: there is no file {Path(name).resolve()}; `zero-bubble schedule zb-h1 "
+            f"--stages {stages} --microbatches {microbatches} --output FILE.json` makes one"
         )
     try:
         schedule = load_schedule(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ __all__ = ["cannot_import", "device_flag", "install", "stop"]
 
 USAGE_ERROR = 2  # argparse's own
 DEVICE_FLAG = "--zero-bubble-device"
+SPEAKER_FIRST_SECONDS = 5.0
 
 
 def install() -> None:
@@ -22,12 +24,23 @@ def install() -> None:
         choice = device_flag(sys.argv[1:])
         if choice is not None:
             os.environ[cpu.DEVICE_VARIABLE] = choice
+        if cpu.wanted() and not cpu.installed():
+            _check_first()
         cpu.install()
         _install_patches()
     except ImportError as error:
         stop(cannot_import(error))
     except ValueError as error:
         stop(error)
+
+
+def _check_first() -> None:
+    for early in ("megatron.core", "megatron.training"):
+        if early in sys.modules:
+            raise ConfigurationError(
+                f"{early} was imported before megatron.zero_bubble.adaptor, which is too late for "
+                "CPU mode: make `import megatron.zero_bubble.adaptor` the first import"
+            )
 
 
 def device_flag(arguments: Sequence[str]) -> str | None:
@@ -61,6 +74,9 @@ def stop(error: Exception) -> NoReturn:
     """End the process as argparse does; one message a machine, not one a rank."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"zero-bubble: error: {error}", file=sys.stderr, flush=True)
+    else:
+        # A launcher ends all ranks when the first one goes: let the one that speaks be that one.
+        time.sleep(SPEAKER_FIRST_SECONDS)
     raise SystemExit(USAGE_ERROR)
 
 

@@ -121,8 +121,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     message = complaint(pipeline_schedule=str(path))
     assert message == (
-        f"--pipeline-schedule {path}: no such file; "
-        "`zero-bubble schedule zb-h1 --output FILE.json` makes one"
+        f"--pipeline-schedule {path}: there is no file {path}; `zero-bubble schedule zb-h1 "
+        f"--stages {STAGES} --microbatches {MICROBATCHES} --output FILE.json` makes one"
     )
 
 

@@ -145,7 +145,7 @@ class Session:
         last_stage, last_chunk = placement.owner(placement.num_positions - 1)
         self.store.begin_iteration()
         if not forward_only:
-            self._split_once(models, instructions)
+            self._split_once(models, instructions, stage)
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
@@ -192,7 +192,7 @@ class Session:
         return compute.losses
 
     def _split_once(
-        self, models: list[torch.nn.Module], instructions: Sequence[Instruction]
+        self, models: list[torch.nn.Module], instructions: Sequence[Instruction], stage: int
     ) -> None:
         new = [one for one in models if id(one) not in self._split]
         splits = any(isinstance(one, Run) and one.what.kind is Kind.W for one in instructions)
@@ -206,9 +206,9 @@ class Session:
                 f"{', '.join(report.whole[:4]) or 'no linear layer'}): use Megatron's local "
                 "layers (--transformer-impl local), or --pipeline-schedule 1f1b"
             )
-        logger.info("%d linear layers give B and W apart", len(report.split))
+        logger.info("stage %d: %d linear layers give B and W apart", stage, len(report.split))
         if report.whole:
-            logger.warning("W stays in B for: %s", ", ".join(report.whole))
+            logger.warning("stage %d: W stays in B for %s", stage, ", ".join(report.whole))
 
     def _connected(
         self, program: Program, group: dist.ProcessGroup, device: torch.device
