@@ -49,6 +49,10 @@ OPTIONS = {
             "--disable-bias-linear",
         )
     ),
+    "stage_without_layers": Config(extra=("--pipeline-model-parallel-layout", "E|ttttL")),
+    "stage_without_parameters": Config(
+        pp=3, microbatches=4, extra=("--pipeline-model-parallel-layout", "Ett||ttL")
+    ),
     "uneven_stages": Config(extra=("--pipeline-model-parallel-layout", "Et|tttL")),
 }
 SCHEDULES = ("zb-h1", "zb-h2")
@@ -62,6 +66,7 @@ DEFAULT = (
     "recomputation",
     "modern_layers",
     "experts",
+    "stage_without_parameters",
 )
 
 

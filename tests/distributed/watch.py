@@ -25,6 +25,7 @@ class RuntimeWatch:
         executed            [instruction as text], in the order it ran
         weight_store_peak   most (chunk, microbatch) bundles that waited for W at once
         weights_in          {kind of pass: weight gradients computed in passes of this kind}
+        linears             linear layers on this stage
         moved_in            {kind of pass: passes that changed a linear layer's main_grad}
     """
 
@@ -84,6 +85,7 @@ class RuntimeWatch:
                     "executed": [str(event.instruction) for event in record.events],
                     "weight_store_peak": record.weight_store_peak,
                     "weights_in": weights_in,
+                    "linears": len(self._gradients),
                     "moved_in": moved_in,
                 }
             )

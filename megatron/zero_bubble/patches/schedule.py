@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron.zero_bubble.arguments import MEGATRON, schedule_for
+from megatron.zero_bubble.arguments import MEGATRON, schedule_for, validate
+from megatron.zero_bubble.launch import stop
 from megatron.zero_bubble.patches.patching import Patch, apply
 from megatron.zero_bubble.runtime.session import Session
 
@@ -42,6 +43,11 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         if name == MEGATRON:
             return original(*given, **options)
         if not _sessions:
+            # Again: a checkpoint's arguments (--use-checkpoint-args) came after the command line's.
+            try:
+                validate(args)
+            except ValueError as error:
+                stop(error)
             limit = args.zero_bubble_wait_limit or 60.0 * args.distributed_timeout_minutes
             _sessions.append(Session(partial(schedule_for, name), wait_limit=limit))
         return _sessions[0].forward_backward

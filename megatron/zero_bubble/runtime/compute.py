@@ -39,6 +39,7 @@ class MegatronCompute:
         config: the model's config, shared by the chunks.
         groups: process groups of this rank.
         message_shape: shape of activations and gradients between stages.
+        device: where they live.
         instructions: what the stage will run; tells which pass of a chunk is its last.
         last_chunk: the chunk that computes the loss, if it is on this stage.
         first_stage: whether this stage holds the model's beginning.
@@ -52,6 +53,7 @@ class MegatronCompute:
         config: Any,
         groups: ProcessGroupCollection,
         message_shape: Sequence[int],
+        device: torch.device,
         instructions: Sequence[Instruction],
         last_chunk: int | None,
         first_stage: bool,
@@ -61,7 +63,7 @@ class MegatronCompute:
         self._models, self._data_iterators = models, data_iterators
         self._config, self._groups, self._shape = config, groups, tuple(message_shape)
         self._last_chunk, self._options, self._store = last_chunk, options, store
-        self._device = next(models[0].parameters()).device
+        self._device = device
         runs = [one.what for one in instructions if isinstance(one, Run)]
         self.split_chunks = frozenset(one.chunk for one in runs if one.kind is Kind.W)
         self._first_forward = {one.chunk: one for one in reversed(runs) if one.kind is Kind.F}

@@ -150,6 +150,8 @@ class Session:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
             )
+        # Not that of a parameter: a stage of an uneven layout may have none.
+        device = torch.empty(0, device="cuda").device
         compute = MegatronCompute(
             models=models,
             data_iterators=iterators,
@@ -163,6 +165,7 @@ class Session:
                 tp_group=groups.tp,
                 cp_group=groups.cp,
             )[0],
+            device=device,
             instructions=instructions,
             last_chunk=last_chunk if stage == last_stage else None,
             first_stage=placement.owner(0)[0] == stage,
@@ -172,7 +175,7 @@ class Session:
         interpreter = Interpreter(
             stage,
             compute,
-            self._connected(program, groups.pp, next(models[0].parameters()).device),
+            self._connected(program, groups.pp, device),
             split_chunks=compute.split_chunks,
             keep_for_backward=not forward_only,
             observer=self.observer,
@@ -200,10 +203,10 @@ class Session:
             return
         report = split_linears(new, self.store)
         self._split.update(map(id, new))
-        if not report.split:
+        if report.whole and not report.split:
             raise ConfigurationError(
                 "the schedule splits B and W, but no layer of the model can be split (found "
-                f"{', '.join(report.whole[:4]) or 'no linear layer'}): use Megatron's local "
+                f"{', '.join(report.whole[:4])}): use Megatron's local "
                 "layers (--transformer-impl local), or --pipeline-schedule 1f1b"
             )
         logger.info("stage %d: %d linear layers give B and W apart", stage, len(report.split))
