@@ -8,6 +8,7 @@ vocabulary is needed, so any text trains at once; Megatron's NullTokenizer knows
 
 import argparse
 import logging
+import shlex
 import shutil
 import sys
 import warnings
@@ -125,7 +126,8 @@ def megatron_flags(prefix: Path, documents: int) -> str:
         if documents >= DOCUMENTS_TO_SPLIT
         else "--split 1,0,0 --eval-iters 0 --eval-interval 1"
     )
-    return f"--data-path {prefix} {split} --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE}"
+    path = shlex.quote(str(prefix))
+    return f"--data-path {path} {split} --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -204,6 +204,8 @@ def _memory(
 ) -> Iterator[Violation]:
     stages = schedule.num_stages
     limits = [memory_limit] * stages if isinstance(memory_limit, int | float) else [*memory_limit]
+    if any(limit != limit for limit in limits):
+        raise ValueError(f"the memory limit must be a number, not {memory_limit}")
     if len(limits) != stages:
         raise ValueError(f"{len(limits)} memory limits for {stages} stages: give one, or one each")
     for stage, row in enumerate(schedule.passes):

@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"zero-bubble: {error}", file=sys.stderr)
         return 2
+    except (OverflowError, RecursionError, MemoryError) as error:
+        print(f"zero-bubble: a number or file is too large: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -165,11 +168,11 @@ def _schedule(arguments: argparse.Namespace) -> int:
     schedule = build(arguments.name, arguments.stages, arguments.microbatches)
     costs = _costs(arguments, schedule.placement)
     timeline = simulate(schedule, costs)
+    if arguments.output is not None:
+        save_schedule(schedule, arguments.output, costs)
     print(text.order(schedule))
     print()
     _print_drawing(timeline, arguments)
-    if arguments.output is not None:
-        save_schedule(schedule, arguments.output, costs)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Placement", "interleaved", "linear", "v_shape"]
 
@@ -16,6 +16,7 @@ class Placement:
     """
 
     positions: tuple[tuple[int, ...], ...]
+    _owners: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         held = sorted(position for stage in self.positions for position in stage)
@@ -23,6 +24,13 @@ class Placement:
             raise ValueError(
                 f"a placement holds each position 0..n-1 of the model once, not {self.positions}"
             )
+        owners = {
+            position: (stage, chunk)
+            for stage, held_here in enumerate(self.positions)
+            for chunk, position in enumerate(held_here)
+        }
+        # Frozen, but not yet: what `owner` answers is asked for every pass.
+        object.__setattr__(self, "_owners", tuple(owners[one] for one in range(len(held))))
 
     @property
     def num_stages(self) -> int:
@@ -38,10 +46,9 @@ class Placement:
 
     def owner(self, position: int) -> tuple[int, int]:
         """(stage, chunk) that holds a position of the model."""
-        for stage, held in enumerate(self.positions):
-            if position in held:
-                return stage, held.index(position)
-        raise ValueError(f"position {position} is not in a model of {self.num_positions} chunks")
+        if not 0 <= position < len(self._owners):
+            raise ValueError(f"position {position} is not in a model of {len(self._owners)} chunks")
+        return self._owners[position]
 
     def before(self, stage: int, chunk: int) -> tuple[int, int] | None:
         """(stage, chunk) whose output this chunk reads; None for the first of the model."""

@@ -77,7 +77,7 @@ def schedule_for(name: str, stages: int, microbatches: int) -> Schedule:
         )
     try:
         schedule = load_schedule(name)
-    except ValueError as error:
+    except (ValueError, OSError, OverflowError, RecursionError) as error:
         raise ConfigurationError(f"{flag}: {error}") from error
     if schedule.num_stages != stages:
         raise ConfigurationError(
@@ -100,10 +100,12 @@ def schedule_for(name: str, stages: int, microbatches: int) -> Schedule:
     return schedule
 
 
-def validate(args: Any) -> None:
+def validate(args: Any, *, final: bool = False) -> None:
     """Resolve the alias, then stop with ConfigurationError at a combination that cannot work.
 
-    Runs before Megatron's own validation, which changes arguments.
+    Runs before Megatron's own validation, which changes arguments, and once more when training is
+    about to start (``final``): with --use-checkpoint-args, sizes come from the checkpoint, and
+    only then are they known.
     """
     given = getattr(args, "pipeline_schedule", None)
     if getattr(args, "enable_zero_bubble", False):
@@ -122,6 +124,8 @@ def validate(args: Any) -> None:
             f"--zero-bubble-wait-limit {limit:g}: must be above 0 seconds and at most "
             f"{LONGEST_WAIT:g}"
         )
+    if getattr(args, "use_checkpoint_args", False) and not final:
+        return
     flag = f"--pipeline-schedule {args.pipeline_schedule}"
     stages = args.pipeline_model_parallel_size
     if stages < 2:
@@ -174,7 +178,7 @@ def _microbatches(args: Any) -> int:
         * args.pipeline_model_parallel_size
         * args.context_parallel_size
     )
-    data_parallel: int = max(1, args.world_size // ranks_a_replica)
+    data_parallel: int = max(1, args.world_size // max(1, ranks_a_replica))
     micro: int = args.micro_batch_size or 1
     batch: int = args.global_batch_size or micro * data_parallel
     return max(1, batch // (micro * data_parallel))

@@ -142,7 +142,16 @@ def adaptor_with_a_schedule() -> None:
     importlib.import_module("megatron.zero_bubble.adaptor")
     assert current_session() is None, "a session without a schedule"
     global_vars._GLOBAL_ARGS = argparse.Namespace(
-        pipeline_schedule="zb-h1", zero_bubble_wait_limit=None, distributed_timeout_minutes=10
+        pipeline_schedule="zb-h1",
+        zero_bubble_wait_limit=None,
+        distributed_timeout_minutes=10,
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        world_size=2,
+        micro_batch_size=1,
+        global_batch_size=4,
+        transformer_impl="local",
     )
     try:
         functions = [training_loop.get_forward_backward_func() for _ in range(2)]

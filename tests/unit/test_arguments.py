@@ -333,3 +333,24 @@ def test_the_flags_are_parsed() -> None:
 def test_a_schedule_file_is_plain_json(tmp_path: Path) -> None:
     path = Path(saved(build("zb-h1", STAGES, 1), tmp_path))
     assert json.loads(path.read_text())["passes"] == ["0F0 0I0 0W0", "0F0 0I0 0W0"]
+
+
+def test_sizes_from_a_checkpoint_are_checked_once_they_are_known() -> None:
+    """The command line says one stage, the checkpoint will say two; or the other way round."""
+    waiting = arguments(
+        pipeline_schedule="zb-h1", use_checkpoint_args=True, pipeline_model_parallel_size=1
+    )
+    validate(waiting)
+    with pytest.raises(ConfigurationError, match="needs a pipeline"):
+        validate(waiting, final=True)
+    waiting.pipeline_model_parallel_size = 2
+    validate(waiting, final=True)
+    waiting.mtp_num_layers = 1
+    with pytest.raises(ConfigurationError, match="--mtp-num-layers 1"):
+        validate(waiting, final=True)
+
+
+def test_a_file_that_is_too_deep_or_cannot_be_read(tmp_path: Path) -> None:
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    assert complaint(pipeline_schedule=str(deep)).startswith(f"--pipeline-schedule {deep}: ")

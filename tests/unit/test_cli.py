@@ -156,3 +156,37 @@ def test_the_benchmark_of_table_5_agrees() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "0 of 36 rates differ" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["schedule", "zb-h1", *SIZE, "--t-f", "1e308"],
+        ["schedule", "zb-h1", *SIZE, "--t-f", "1e-320"],
+    ],
+)
+def test_absurd_numbers_end_without_a_traceback(arguments: list[str]) -> None:
+    assert main(arguments) in (0, 2)
+
+
+def test_a_pass_far_shorter_than_the_others_does_not_widen_the_drawing(capsys: Capture) -> None:
+    assert main(["schedule", "zb-h1", *SIZE, "--t-f", "1e-9", "--t-b", "1"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 110_000
+
+
+def test_a_memory_limit_that_is_no_number(tmp_path: Path, capsys: Capture) -> None:
+    file = str(tmp_path / "one.json")
+    assert main(["schedule", "zb-h1", *SIZE, "--output", file]) == 0
+    assert main(["check", file, "--memory-limit", "nan"]) == 2
+    assert "must be a number" in capsys.readouterr().err
+
+
+def test_a_file_for_more_microbatches_than_it_has_passes(tmp_path: Path, capsys: Capture) -> None:
+    """Nobody counts to a billion to find that out."""
+    file = tmp_path / "one.json"
+    assert main(["schedule", "zb-h1", *SIZE, "--output", str(file)]) == 0
+    text = file.read_text().replace('"num_microbatches": 8', '"num_microbatches": 1000000000')
+    assert "1000000000" in text
+    file.write_text(text)
+    assert main(["check", str(file)]) == 2
+    assert "need 2 passes each" in capsys.readouterr().err

@@ -108,6 +108,11 @@ def _schedule(data: dict[str, Any]) -> Schedule:
             f"field 'passes': expected a string for each of {placement.num_stages} stages, not "
             f"{len(passes)}"
         )
+    if (longest := max(map(len, passes))) < 2 * microbatches:
+        raise ValueError(
+            f"field 'num_microbatches': {microbatches} need 2 passes each, but no stage has "
+            f"more than {longest} passes"
+        )
     return Schedule(placement, microbatches, passes, name=name)
 
 

@@ -84,7 +84,7 @@ def draw_all(
     fused = any(span.what.kind is Kind.BW for one in timelines for row in one.spans for span in row)
     body += _legend(top, chunks, fused)
     height = top + _LEGEND
-    name = escape(", ".join(titles), quote=True)
+    name = _escaped(", ".join(titles))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img" aria-label="Pipeline timelines: {name}">\n'
@@ -191,4 +191,9 @@ def _box(x: float, y: float, width: float, shade: str) -> str:
 
 def _text(x: float, y: float, text: str, shade: str, anchor: str = "") -> str:
     place = f' text-anchor="{anchor}"' if anchor else ""
-    return f'<text class="{shade}" x="{x:.2f}" y="{y:.1f}"{place}>{escape(text)}</text>'
+    return f'<text class="{shade}" x="{x:.2f}" y="{y:.1f}"{place}>{_escaped(text)}</text>'
+
+
+def _escaped(text: str) -> str:
+    """For XML, without what XML does not allow: a name may come from a file."""
+    return escape("".join(filter(str.isprintable, text)), quote=True)

@@ -8,6 +8,7 @@ from zero_bubble.simulate import Span, Timeline
 __all__ = ["draw", "order"]
 
 _IDLE = "."
+_MOST_COLUMNS = 100_000
 _RESET = "\x1b[0m"
 _COLOUR = {Kind.F: "\x1b[30;104m", Kind.B: "\x1b[30;106m", Kind.W: "\x1b[30;102m"}
 
@@ -42,6 +43,8 @@ def draw(timeline: Timeline, *, width: int | None = None, colour: bool = False) 
         )
     else:
         scale = width / end if end else 1.0
+    # Where one pass is far shorter than the others its label gives way, not the terminal.
+    scale = min(scale, _MOST_COLUMNS / end) if end else scale
     columns = round(end * scale)
     names = _names(timeline.schedule.num_stages)
     lines = []

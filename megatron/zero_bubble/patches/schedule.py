@@ -45,7 +45,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _sessions:
             # Again: a checkpoint's arguments (--use-checkpoint-args) came after the command line's.
             try:
-                validate(args)
+                validate(args, final=True)
             except ValueError as error:
                 stop(error)
             limit = args.zero_bubble_wait_limit or 60.0 * args.distributed_timeout_minutes

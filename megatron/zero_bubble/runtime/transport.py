@@ -17,6 +17,8 @@ from zero_bubble.program import Channel
 
 __all__ = ["Receipt", "Transport"]
 
+CONNECT_SECONDS = 300.0
+
 
 class Work(Protocol):
     """The part of torch.distributed's Work that is used."""
@@ -76,11 +78,15 @@ class Transport:
         # to take part in the making of every group, the other pipelines' included.
         pipelines: list[tuple[int, ...]] = [()] * dist.get_world_size()
         dist.all_gather_object(pipelines, self._ranks)
+        # Where the host waits, each wait has the limit; meeting to connect may take longer.
+        timeout = self._wait_limit
+        if self._host_waits:
+            timeout = max(timeout, CONNECT_SECONDS)
         for ranks in sorted(set(pipelines)):
             for channel in channels:
                 group = dist.new_group(
                     [ranks[channel.source], ranks[channel.target]],
-                    timeout=timedelta(seconds=self._wait_limit),
+                    timeout=timedelta(seconds=timeout),
                     backend=backend,
                     group_desc=f"zero-bubble {channel}",
                 )
