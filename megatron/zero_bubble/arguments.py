@@ -192,9 +192,14 @@ class _Rule:
     attribute: str
     remedy: str
     allowed: tuple[Any, ...] = (None, False)
+    same_as: str | None = None
+    """Another argument, whose value is allowed too: Megatron's validation fills in some so."""
 
     def broken(self, args: Any) -> bool:
-        return getattr(args, self.attribute, self.allowed[0]) not in self.allowed
+        allowed = self.allowed
+        if self.same_as is not None:
+            allowed = (*allowed, getattr(args, self.same_as))
+        return getattr(args, self.attribute, allowed[0]) not in allowed
 
     def value(self, args: Any) -> str:
         value = getattr(args, self.attribute)
@@ -222,7 +227,7 @@ _RULES = (
     _Rule("--use-megatron-fsdp", "use_megatron_fsdp", "use Megatron's DistributedDataParallel"),
     _Rule("--use-torch-fsdp2", "use_torch_fsdp2", "use Megatron's DistributedDataParallel"),
     _Rule("--tensor-parallel-num-weight-shards", "tensor_parallel_num_weight_shards",
-          _LEAVE_OUT, (None, 1)),
+          _LEAVE_OUT, (None, 1), same_as="tensor_model_parallel_size"),
     _Rule("--fine-grained-activation-offloading", "fine_grained_activation_offloading", _LEAVE_OUT),
     _Rule("--cpu-offloading-num-layers", "cpu_offloading_num_layers", _LEAVE_OUT, (None, 0)),
     _Rule("--moe-paged-stash", "moe_paged_stash", _LEAVE_OUT),

@@ -354,3 +354,16 @@ def test_a_file_that_is_too_deep_or_cannot_be_read(tmp_path: Path) -> None:
     deep = tmp_path / "deep.json"
     deep.write_text("[" * 100_000)
     assert complaint(pipeline_schedule=str(deep)).startswith(f"--pipeline-schedule {deep}: ")
+
+
+def test_weight_shards_that_megatron_fills_in_are_those_of_tensor_parallelism() -> None:
+    filled = arguments(
+        pipeline_schedule="zb-h1",
+        tensor_model_parallel_size=2,
+        tensor_parallel_num_weight_shards=2,
+        world_size=2 * STAGES,
+    )
+    validate(filled, final=True)
+    filled.tensor_parallel_num_weight_shards = 4
+    with pytest.raises(ConfigurationError, match="--tensor-parallel-num-weight-shards 4"):
+        validate(filled, final=True)
