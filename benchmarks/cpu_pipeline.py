@@ -80,19 +80,16 @@ def main() -> int:
 def run(scratch: Path, repeats: int, hidden: int) -> list[dict[str, Any]]:
     """Train, and return what each rank recorded."""
     iterations = (WARM_UP + repeats) * len(SCHEDULES)
-    run_ranks(
-        f"""{Path(__file__).with_name("pipeline_worker.py")} {scratch}
-        --pipeline-model-parallel-size {STAGES} --num-layers 8 --hidden-size {hidden}
+    worker = str(Path(__file__).with_name("pipeline_worker.py"))
+    flags = f"""--pipeline-model-parallel-size {STAGES} --num-layers 8 --hidden-size {hidden}
         --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256
         --micro-batch-size 2 --global-batch-size {2 * MICROBATCHES} --train-iters {iterations}
         --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
         --split 100,0,0 --eval-interval 1000 --eval-iters 0 --log-interval 1000
         --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights
-        --rerun-mode disabled --pipeline-schedule zb-h1""".split(),
-        STAGES,
-        logs=scratch,
-        time_limit=60 * repeats,
-    )
+        --rerun-mode disabled --pipeline-schedule zb-h1""".split()
+    command = [worker, str(scratch), *flags]
+    run_ranks(command, STAGES, logs=scratch, time_limit=60 * repeats)
     ranks = [json.loads((scratch / f"rank{rank}.json").read_text()) for rank in range(STAGES)]
     for rank in ranks:
         rank["iterations"] = rank["iterations"][WARM_UP * len(SCHEDULES) :]

@@ -10,6 +10,7 @@ Megatron's training loop, then evaluate and save a checkpoint. The losses must a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import statistics
@@ -64,7 +65,6 @@ class Run:
     """What the two ranks of one training run wrote down."""
 
     ranks: tuple[dict[str, Any], ...]
-    seconds: float
 
     @property
     def losses(self) -> list[str]:
@@ -121,21 +121,31 @@ def train(name: str, iterations: int, data: Path, output: Path) -> Run:
     print(f"\n{SCHEDULES[name]}: training {iterations} iterations ... ", end="", flush=True)
     here = output / name
     shutil.rmtree(here, ignore_errors=True)
+    begin = time.perf_counter()
+    worker = str(ROOT / "tools" / "demo_worker.py")
+    run_ranks(
+        [worker, str(here), *megatron_flags(name, iterations, data, here)],
+        STAGES,
+        logs=here,
+        time_limit=TIME_LIMIT,
+    )
+    seconds = time.perf_counter() - begin
+    print(f"done in {seconds:.0f} s, start, evaluation and checkpoint included")
+    results = (json.loads((here / f"rank{rank}.json").read_text()) for rank in range(STAGES))
+    return Run(tuple(results))
+
+
+def megatron_flags(name: str, iterations: int, data: Path, here: Path) -> list[str]:
+    """Megatron's command line; paths are words of their own, whatever is in them."""
     flags = f"""--pipeline-schedule {name} --pipeline-model-parallel-size {STAGES}
         --num-layers 4 --hidden-size 256 --num-attention-heads 4
         --seq-length 64 --max-position-embeddings 64 --hidden-dropout 0 --attention-dropout 0
         --micro-batch-size {MICROBATCH_SIZE} --global-batch-size {MICROBATCHES * MICROBATCH_SIZE}
         --train-iters {iterations} --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 5
-        --data-path {data} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 257
+        --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 257
         --eval-interval {iterations} --eval-iters 4 --log-interval 10 --seed 1234
-        --save {here / "checkpoints"} --save-interval {iterations}""".split()
-    begin = time.perf_counter()
-    command = [str(ROOT / "tools" / "demo_worker.py"), str(here), *flags]
-    run_ranks(command, STAGES, logs=here, time_limit=TIME_LIMIT)
-    seconds = time.perf_counter() - begin
-    print(f"done in {seconds:.0f} s, start, evaluation and checkpoint included")
-    results = (json.loads((here / f"rank{rank}.json").read_text()) for rank in range(STAGES))
-    return Run(tuple(results), seconds)
+        --save-interval {iterations}""".split()
+    return [*flags, "--data-path", str(data), "--save", str(here / "checkpoints")]
 
 
 def measured_costs(runs: dict[str, Run]) -> Costs:
@@ -213,8 +223,8 @@ def identical(runs: dict[str, Run]) -> int:
             ("loss", "gradient norm", "validation loss"), run.numbers, reference, strict=True
         ):
             if ours != theirs:
-                first = next(i for i, pair in enumerate(zip(ours, theirs, strict=False), 1)
-                             if pair[0] != pair[1])  # fmt: skip
+                pairs = itertools.zip_longest(ours, theirs)
+                first = next(i for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
                 print(f"DIFFERENT: {what} {first} of {SCHEDULES[name]} is not Megatron's")
                 return 1
     begin, end = (float.fromhex(reference[0][i]) for i in (0, -1))

@@ -5,6 +5,7 @@ Shares no code with the builders and the simulator, so that a mistake there is f
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ def _memory(
 ) -> Iterator[Violation]:
     stages = schedule.num_stages
     limits = [memory_limit] * stages if isinstance(memory_limit, int | float) else [*memory_limit]
-    if any(limit != limit for limit in limits):
+    if any(map(math.isnan, limits)):
         raise ValueError(f"the memory limit must be a number, not {memory_limit}")
     if len(limits) != stages:
         raise ValueError(f"{len(limits)} memory limits for {stages} stages: give one, or one each")

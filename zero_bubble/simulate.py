@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zero_bubble.costs import Costs
@@ -104,11 +105,14 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     A message takes `Costs.comm` after the pass that produced it ends, and does not hold up either
     stage's computation. Linear in the number of passes. ValueError if the costs do not fit the
-    placement, a pass is not of this schedule's chunks and microbatches, or the stages wait for each
-    other (the error says on which pass, and for what).
+    placement or add up to infinity, a pass is not of this schedule's chunks and microbatches, or
+    the stages wait for each other (the error says on which pass, and for what).
     """
     costs.require(schedule.placement)
-    return Timeline(schedule, costs, _Simulation(schedule, costs).run())
+    timeline = Timeline(schedule, costs, _Simulation(schedule, costs).run())
+    if not math.isfinite(timeline.cost):
+        raise ValueError("the times of the passes add up to more than a number can hold")
+    return timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,14 +159,18 @@ def test_the_benchmark_of_table_5_agrees() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ["schedule", "zb-h1", *SIZE, "--t-f", "1e308"],
-        ["schedule", "zb-h1", *SIZE, "--t-f", "1e-320"],
+        (["schedule", "zb-h1", *SIZE, "--t-f", "1e308"], "add up to more than a number can hold"),
+        (["compare", *SIZE, "--t-f", "1e308"], "add up to more than a number can hold"),
+        (["schedule", "zb-h1", *SIZE, "--t-f", "1e-320"], "too large"),
     ],
 )
-def test_absurd_numbers_end_without_a_traceback(arguments: list[str]) -> None:
-    assert main(arguments) in (0, 2)
+def test_absurd_numbers_end_without_a_traceback(
+    arguments: list[str], message: str, capsys: Capture
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_pass_far_shorter_than_the_others_does_not_widen_the_drawing(capsys: Capture) -> None:
