@@ -28,7 +28,8 @@ _TABLES = ("t_f", "t_b", "t_w", "m_b", "m_w")
 class Costs:
     """Times in ms and memory of each chunk; tables are indexed ``[stage][chunk]``.
 
-    Raises ValueError for tables of unequal shape, or a number that is negative or not finite.
+    Raises ValueError for tables of unequal shape, a number that is negative or not finite, or an
+    ``m_w`` above its ``m_b``.
     """
 
     t_f: Table
@@ -64,6 +65,13 @@ class Costs:
             for stage, row in enumerate(table):
                 for chunk, value in enumerate(row):
                     _require_amount(f"{name} of stage {stage}, chunk {chunk},", value)
+        for stage, rows in enumerate(zip(self.m_b, self.m_w, strict=True)):
+            for chunk, (whole, part) in enumerate(zip(*rows, strict=True)):
+                if part > whole:
+                    raise ValueError(
+                        f"m_w of stage {stage}, chunk {chunk}, is {part:.6g}, more than its m_b "
+                        f"{whole:.6g}: it is the part of m_b that stays until W"
+                    )
         _require_amount("t_comm", self.t_comm)
         for source, target, time in self.t_edges:
             if source == target or not {source, target} <= set(range(len(shape))):

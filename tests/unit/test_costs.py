@@ -47,6 +47,7 @@ def test_json_brings_the_same_costs_back(stages: int, chunks: int, seed: int) ->
         ({"t_f": []}, "t_f needs a time for every chunk"),
         ({"t_b": [[1.0]]}, r"t_b has \(1,\) chunks on its stages where t_f has \(1, 1\)"),
         ({"t_w": [[1.0], ["x"]]}, "t_w: expected a list of numbers for each stage"),
+        ({"m_w": [[1.0], [1.5]]}, "m_w of stage 1, chunk 0, is 1.5, more than its m_b 1"),
         ({"t_bw": 3}, "t_bw: expected a list of numbers"),
         ({"t_comm": "fast"}, "t_comm: expected milliseconds, not 'fast'"),
         ({"t_edges": [[0, 1]]}, r"t_edges: expected \[\[source, target, ms\]"),

@@ -1,0 +1,1 @@
+"""Schedules found: from times and memory limits to the order of passes."""

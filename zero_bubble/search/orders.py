@@ -1,0 +1,167 @@
+"""Orders of passes as arrays, and what they cost: the compiled counterpart of `simulate`.
+
+A row holds a stage's passes as codes ``(kind * positions + position) * microbatches +
+microbatch``, with kind 0 for F, 1 for B, 2 for W; -1 fills what a shorter row does not need.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from zero_bubble.schedule import Kind, Pass, Schedule
+from zero_bubble.search.compiled import compiled
+from zero_bubble.search.problem import Arrays, Floats, Ints, Problem
+
+__all__ = ["Evaluation", "decode", "encode", "evaluate"]
+
+_KINDS = (Kind.F, Kind.B, Kind.W)
+
+
+def encode(schedule: Schedule) -> Ints:
+    """The schedule's rows as codes; ValueError for a fused backward, which no search makes."""
+    placement, microbatches = schedule.placement, schedule.num_microbatches
+    positions = placement.num_positions
+    rows = np.full((schedule.num_stages, max(map(len, schedule.passes))), -1, dtype=np.int64)
+    for stage, row in enumerate(schedule.passes):
+        held = placement.positions[stage]
+        for index, one in enumerate(row):
+            if one.kind is Kind.BW:
+                raise ValueError(f"stage {stage} has the fused backward {one}: split it first")
+            kind = _KINDS.index(one.kind)
+            rows[stage, index] = (kind * positions + held[one.chunk]) * microbatches
+            rows[stage, index] += one.microbatch
+    return rows
+
+
+def decode(problem: Problem, rows: Ints, name: str) -> Schedule:
+    """The schedule that the codes stand for."""
+    placement, microbatches = problem.placement, problem.num_microbatches
+    chunk_of = [placement.owner(one)[1] for one in range(placement.num_positions)]
+    passes = [
+        Pass(kind, microbatch, chunk)
+        for kind in _KINDS
+        for chunk in chunk_of
+        for microbatch in range(microbatches)
+    ]
+    return Schedule(
+        placement,
+        microbatches,
+        tuple(tuple(passes[code] for code in row if code >= 0) for row in rows.tolist()),
+        name,
+    )
+
+
+class Evaluation(NamedTuple):
+    """What an order costs."""
+
+    cost: float
+    """Longest time from a stage's first start to its last end, in ms; -1 if stages deadlock."""
+    start: Floats
+    """Start of each pass, by code."""
+    end: Floats
+    """End of each pass, by code."""
+    peak: Floats
+    """Most memory of each stage."""
+
+
+def evaluate(arrays: Arrays, microbatches: int, rows: Ints) -> Evaluation:
+    """Run every row in order, each pass as soon as its input is there, as `simulate` does."""
+    codes = 3 * len(arrays.stage) * microbatches
+    start, end = np.empty(codes), np.empty(codes)
+    peak = np.empty(len(rows))
+    cost = run_rows(arrays, microbatches, rows, start, end)
+    peak_memory(arrays, microbatches, rows, peak)
+    return Evaluation(cost, start, end, peak)
+
+
+@compiled
+def run_rows(arrays: Arrays, microbatches: int, rows: Ints, start: Floats, end: Floats) -> float:
+    """Fill start and end by code; the cost, or -1 if the stages wait for each other."""
+    stages, length = rows.shape
+    positions = len(arrays.stage)
+    per_kind = positions * microbatches
+    end[:] = -1.0
+    next_of = np.zeros(stages, np.int64)
+    free = np.zeros(stages)
+    waiting = np.ones(stages, np.bool_)
+    stack = np.empty(stages + 1, np.int64)
+    depth = 0
+    for stage in range(stages - 1, -1, -1):
+        stack[depth] = stage
+        depth += 1
+    while depth > 0:
+        depth -= 1
+        stage = stack[depth]
+        waiting[stage] = False
+        while next_of[stage] < length:
+            code = rows[stage, next_of[stage]]
+            if code < 0:
+                break
+            kind = code // per_kind
+            position = (code - kind * per_kind) // microbatches
+            ready = 0.0
+            reader = -1
+            duration = 0.0
+            if kind == 0:
+                duration = arrays.t_f[position]
+                if position > 0:
+                    ready = end[code - microbatches]
+                    if ready < 0:
+                        break
+                    ready += arrays.delay_f[position]
+                reader = arrays.stage[position + 1] if position + 1 < positions else stage
+            elif kind == 1:
+                duration = arrays.t_b[position]
+                last = position == positions - 1
+                ready = end[code - per_kind] if last else end[code + microbatches]
+                if ready < 0:
+                    break
+                ready += arrays.delay_b[position]
+                if position > 0:
+                    reader = arrays.stage[position - 1]
+            else:
+                duration = arrays.t_w[position]
+                ready = end[code - per_kind]
+                if ready < 0:
+                    break
+            begin = max(free[stage], ready)
+            start[code] = begin
+            end[code] = begin + duration
+            free[stage] = begin + duration
+            next_of[stage] += 1
+            if reader >= 0 and reader != stage and not waiting[reader]:
+                waiting[reader] = True
+                stack[depth] = reader
+                depth += 1
+    cost = 0.0
+    for stage in range(stages):
+        if next_of[stage] < length and rows[stage, next_of[stage]] >= 0:
+            return -1.0
+        if next_of[stage] > 0:
+            cost = max(cost, free[stage] - start[rows[stage, 0]])
+    return cost
+
+
+@compiled
+def peak_memory(arrays: Arrays, microbatches: int, rows: Ints, peak: Floats) -> None:
+    """Fill the most memory that each stage holds."""
+    stages, length = rows.shape
+    per_kind = len(arrays.stage) * microbatches
+    for stage in range(stages):
+        held = 0.0
+        peak[stage] = 0.0
+        for index in range(length):
+            code = rows[stage, index]
+            if code < 0:
+                break
+            kind = code // per_kind
+            position = (code - kind * per_kind) // microbatches
+            if kind == 0:
+                held += arrays.m_b[position]
+                peak[stage] = max(peak[stage], held)
+            elif kind == 1:
+                held -= arrays.m_b[position] - arrays.m_w[position]
+            else:
+                held -= arrays.m_w[position]
