@@ -6,10 +6,12 @@ Shares no code with the builders and the simulator, so that a mistake there is f
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
 
 from zero_bubble.costs import Costs
 from zero_bubble.program import Instruction
@@ -17,8 +19,7 @@ from zero_bubble.schedule import Kind, Pass, Schedule
 
 __all__ = ["Rule", "Violation", "bit_identical_order", "check"]
 
-type _Node = tuple[Kind, int, int, int]
-"""(kind, stage, chunk, microbatch); the fused backward is filed under B."""
+type _Codes = npt.NDArray[np.int64]
 
 
 class Rule(StrEnum):
@@ -71,9 +72,10 @@ def check(
         costs.require(schedule.placement)
     if found := list(_ranges(schedule)):
         return found
-    found = [*_counts(schedule), *_local_order(schedule)]
+    coded = _Coded(schedule)
+    found = [*_counts(coded), *_local_order(coded)]
     if not found:
-        found += _deadlocks(schedule)
+        found += _deadlocks(coded)
     if not found and memory_limit is not None:
         found += _memory(schedule, costs, memory_limit)
     return found
@@ -112,92 +114,131 @@ def _ranges(schedule: Schedule) -> Iterator[Violation]:
                 yield Violation(Rule.RANGE, stage, one, detail)
 
 
-def _counts(schedule: Schedule) -> Iterator[Violation]:
-    for stage, row in enumerate(schedule.passes):
-        times = Counter(row)
-        for chunk in range(len(schedule.placement.positions[stage])):
-            for microbatch in range(schedule.num_microbatches):
-                f, b, w, bw = (Pass(kind, microbatch, chunk) for kind in Kind)
-                if times[f] != 1:
-                    yield Violation(Rule.COUNT, stage, f, f"runs {times[f]} times, not once")
-                split = (times[b], times[w])
-                if (*split, times[bw]) in {(1, 1, 0), (0, 0, 1)}:
-                    continue
-                if not times[bw]:
-                    for one, count in zip((b, w), split, strict=True):
-                        if count != 1:
-                            yield Violation(Rule.COUNT, stage, one, f"runs {count} times, not once")
-                elif split == (0, 0):
-                    yield Violation(Rule.COUNT, stage, bw, f"runs {times[bw]} times, not once")
-                else:
-                    detail = f"runs beside {b if times[b] else w}: either B and W or BW is needed"
-                    yield Violation(Rule.COUNT, stage, bw, detail)
+class _Coded:
+    """The schedule's passes as numbers, for whole arrays of them at once.
+
+    The code of a pass is ``kind * size + position * microbatches + microbatch``, with the kinds in
+    the order of `Kind`, the position that of the chunk in the model, and ``size`` the number of
+    (position, microbatch).
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        positions = schedule.placement.positions
+        self.size = sum(map(len, positions)) * schedule.num_microbatches
+        bases = {kind: index * self.size for index, kind in enumerate(Kind)}
+        self.rows: list[_Codes] = []
+        for held, row in zip(positions, schedule.passes, strict=True):
+            offsets = [position * schedule.num_microbatches for position in held]
+            codes = [bases[one.kind] + offsets[one.chunk] + one.microbatch for one in row]
+            self.rows.append(np.array(codes, dtype=np.int64))
+        self.owners = {
+            position: (stage, chunk)
+            for stage, held in enumerate(positions)
+            for chunk, position in enumerate(held)
+        }
 
 
-def _local_order(schedule: Schedule) -> Iterator[Violation]:
-    needs = {Kind.B: (Kind.F,), Kind.BW: (Kind.F,), Kind.W: (Kind.B, Kind.BW)}
-    for stage, row in enumerate(schedule.passes):
-        present, seen = set(row), set[Pass]()
-        for one in row:
-            for kind in needs.get(one.kind, ()):
-                needed = Pass(kind, one.microbatch, one.chunk)
-                # A pass that is nowhere on the stage is reported by the counts.
-                if needed in present and needed not in seen:
-                    yield Violation(Rule.ORDER, stage, one, f"runs before {needed}")
-            seen.add(one)
+def _counts(coded: _Coded) -> Iterator[Violation]:
+    schedule = coded.schedule
+    codes = np.concatenate(coded.rows)
+    shape = (len(Kind), -1, schedule.num_microbatches)
+    times = np.bincount(codes, minlength=len(Kind) * coded.size).reshape(shape)
+    f, b, w, bw = times
+    split = (b == 1) & (w == 1) & (bw == 0)
+    fused = (b == 0) & (w == 0) & (bw == 1)
+    right = (f == 1) & (split | fused)
+    for stage, held in enumerate(schedule.placement.positions):
+        for chunk, position in enumerate(held):
+            for microbatch in np.flatnonzero(~right[position]).tolist():
+                counts = times[:, position, microbatch].tolist()
+                for one, detail in _miscounted(chunk, microbatch, counts):
+                    yield Violation(Rule.COUNT, stage, one, detail)
 
 
-def _inputs(schedule: Schedule) -> tuple[list[list[_Node]], dict[_Node, list[_Node]]]:
-    """Each stage's passes as nodes, and what each waits for: data first, then its predecessor."""
-    place = {
-        (stage, chunk): position
-        for stage, held in enumerate(schedule.placement.positions)
-        for chunk, position in enumerate(held)
-    }
-    at = {position: where for where, position in place.items()}
-    inputs: dict[_Node, list[_Node]] = {}
-    rows: list[list[_Node]] = []
-    for stage, row in enumerate(schedule.passes):
-        nodes: list[_Node] = []
-        for one in row:
-            here = (stage, one.chunk)
-            above, below = at.get(place[here] - 1), at.get(place[here] + 1)
-            kind = Kind.B if one.kind is Kind.BW else one.kind
-            node = (kind, *here, one.microbatch)
-            inputs[node] = []
-            if kind is Kind.F and above is not None:
-                inputs[node].append((Kind.F, *above, one.microbatch))
-            if kind is Kind.B:
-                source = (Kind.F, *here) if below is None else (Kind.B, *below)
-                inputs[node].append((*source, one.microbatch))
-            if kind is Kind.W:
-                inputs[node].append((Kind.B, *here, one.microbatch))
-            inputs[node] += nodes[-1:]
-            nodes.append(node)
-        rows.append(nodes)
-    return rows, inputs
+def _miscounted(chunk: int, microbatch: int, times: Sequence[int]) -> Iterator[tuple[Pass, str]]:
+    """What is wrong with how often F, B, W and BW of one chunk and microbatch run."""
+    passes = [Pass(kind, microbatch, chunk) for kind in Kind]
+    _, b, w, bw = passes
+    if not times[3]:
+        wanted = [0, 1, 2]
+    elif times[1] or times[2]:
+        wanted = [0]
+    else:
+        wanted = [0, 3]
+    for kind in wanted:
+        if times[kind] != 1:
+            yield passes[kind], f"runs {times[kind]} times, not once"
+    if times[3] and (times[1] or times[2]):
+        yield bw, f"runs beside {b if times[1] else w}: either B and W or BW is needed"
 
 
-def _deadlocks(schedule: Schedule) -> Iterator[Violation]:
+def _local_order(coded: _Coded) -> Iterator[Violation]:
+    size = coded.size
+    # By kind, as in the codes: what runs before, as so many kinds back.
+    needs = [[], [1], [1, -1], [3]]
+    first = np.full(len(Kind) * size, -1)
+    for stage, codes in enumerate(coded.rows):
+        indices = np.arange(len(codes))
+        first[codes[::-1]] = indices[::-1]
+        kinds = codes // size
+        late = []
+        for kind, backs in enumerate(needs):
+            mine = indices[kinds == kind]
+            for back in backs:
+                # A pass that is nowhere on the stage is reported by the counts; its index is -1.
+                too_late = first[codes[mine] - back * size] > mine
+                late += [(index, back) for index in mine[too_late].tolist()]
+        for index, back in sorted(late, key=lambda one: (one[0], -one[1])):
+            one = coded.schedule.passes[stage][index]
+            needed = Pass([*Kind][kinds[index] - back], one.microbatch, one.chunk)
+            yield Violation(Rule.ORDER, stage, one, f"runs before {needed}")
+
+
+def _inputs(coded: _Coded) -> tuple[list[list[int]], list[int]]:
+    """Each stage's passes as nodes, and the node that each waits for, -1 if none.
+
+    A node is the code of a pass, where the fused backward counts as B: either of them makes the
+    gradient that another one waits for.
+    """
+    microbatches, size = coded.schedule.num_microbatches, coded.size
+    nodes = [np.where(row >= 3 * size, row - 2 * size, row) for row in coded.rows]
+    f, b = np.arange(size), np.arange(size) + size
+    first, last = slice(0, microbatches), slice(size - microbatches, size)
+    # The next position of the model is `microbatches` further.
+    source_of_f, source_of_b = f - microbatches, b + microbatches
+    source_of_f[first] = -1
+    source_of_b[last] = f[last]
+    source = np.concatenate([source_of_f, source_of_b, b])
+    return [row.tolist() for row in nodes], source.tolist()
+
+
+def _deadlocks(coded: _Coded) -> Iterator[Violation]:
     """Kahn's algorithm: what is left over when nothing more can run waits in a circle."""
-    rows, inputs = _inputs(schedule)
-    readers: dict[_Node, list[_Node]] = {node: [] for node in inputs}
-    for node, needed in inputs.items():
-        for source in needed:
-            readers[source].append(node)
-    missing = {node: len(needed) for node, needed in inputs.items()}
-    ready = [node for node, count in missing.items() if count == 0]
+    rows, source = _inputs(coded)
+    readers: list[list[int]] = [[] for _ in source]
+    missing = [0] * len(source)
+    for row in rows:
+        for before, node in zip([-1, *row], row, strict=False):
+            for needed in (source[node], before):
+                if needed >= 0:
+                    readers[needed].append(node)
+                    missing[node] += 1
+    ready = [row[0] for row in rows if row and not missing[row[0]]]
     for node in ready:
         for reader in readers[node]:
             missing[reader] -= 1
-            if missing[reader] == 0:
+            if not missing[reader]:
                 ready.append(reader)
-    for stage, nodes in enumerate(rows):
-        stuck = next((index for index, node in enumerate(nodes) if missing[node]), None)
+    for stage, row in enumerate(rows):
+        stuck = next((index for index, node in enumerate(row) if missing[node]), None)
         if stuck is not None:
-            kind, other, chunk, microbatch = inputs[nodes[stuck]][0]
-            detail = f"waits for ever for {Pass(kind, microbatch, chunk)} of stage {other}"
-            yield Violation(Rule.DEADLOCK, stage, schedule.passes[stage][stuck], detail)
+            kind, place = divmod(source[row[stuck]], coded.size)
+            position, microbatch = divmod(place, coded.schedule.num_microbatches)
+            other, chunk = coded.owners[position]
+            wanted = Pass([*Kind][kind], microbatch, chunk)
+            detail = f"waits for ever for {wanted} of stage {other}"
+            yield Violation(Rule.DEADLOCK, stage, coded.schedule.passes[stage][stuck], detail)
 
 
 def _memory(
@@ -211,6 +252,8 @@ def _memory(
         raise ValueError(f"{len(limits)} memory limits for {stages} stages: give one, or one each")
     for stage, row in enumerate(schedule.passes):
         limit, held = limits[stage], 0.0
+        # Sums of fractions drift by far less than a billionth of the limit.
+        most = limit + 1e-9 * max(1.0, abs(limit))
         for one in row:
             whole = costs.m_b[stage][one.chunk] if costs else 1.0
             part = costs.m_w[stage][one.chunk] if costs else 1.0
@@ -222,7 +265,6 @@ def _memory(
                 held -= part
             else:
                 held -= whole
-            # Sums of fractions drift by far less than a billionth of the limit.
-            if held > limit + 1e-9 * max(1.0, abs(limit)):
+            if held > most:
                 yield Violation(Rule.MEMORY, stage, one, f"holds {held:.6g}, limit {limit:.6g}")
                 break

@@ -28,9 +28,6 @@ __all__ = ["check_program"]
 
 type _Chunk = tuple[int, int]
 """(stage, chunk)"""
-type _Result = tuple[Flow, int, int]
-"""(flow, chunk, microbatch) on one stage"""
-type _Problem = tuple[Rule, str]
 
 
 def check_program(program: Program) -> list[Violation]:
@@ -41,9 +38,9 @@ def check_program(program: Program) -> list[Violation]:
     order, with the same microbatch and the chunks that the placement connects. Deadlock is decided
     for channels that deliver in order and by rendezvous: a message moves once its Send and its
     Receive have both been executed and all earlier ones of the channel have moved. Send and Receive
-    do not block; Run blocks until its input has moved.
+    do not block; Run blocks until its input has moved. ValueError unless the program has a row of
+    instructions for each stage.
     """
-    links = _Links(program.placement)
     forward_only = all(
         one.what.kind is Kind.F
         for row in program.instructions
@@ -52,40 +49,20 @@ def check_program(program: Program) -> list[Violation]:
     )
     found = list(_passes(program, forward_only))
     for stage, row in enumerate(program.instructions):
-        found += _Stage(links, stage, forward_only).check(row)
-    found += _pairs(links, program)
-    return found or list(_deadlocks(links, program))
-
-
-class _Links:
-    """Which chunk reads a chunk's result, and which chunk's result it reads, in either flow."""
-
-    def __init__(self, placement: Placement) -> None:
-        self.target: dict[tuple[Flow, _Chunk], _Chunk] = {}
-        self.source: dict[tuple[Flow, _Chunk], _Chunk] = {}
-        for position in range(placement.num_positions - 1):
-            low, high = placement.owner(position), placement.owner(position + 1)
-            for flow, giver, taker in ((Flow.FORWARD, low, high), (Flow.BACKWARD, high, low)):
-                self.target[flow, giver] = taker
-                self.source[flow, taker] = giver
-
-
-def _result(what: Pass) -> _Result | None:
-    """What other chunks may read of a pass; W makes nothing for them."""
-    if what.kind is Kind.W:
-        return None
-    flow = Flow.FORWARD if what.kind is Kind.F else Flow.BACKWARD
-    return flow, what.chunk, what.microbatch
+        found += _Stage(program.placement, stage, forward_only).check(row)
+    found += _pairs(program)
+    return found or list(_deadlocks(program))
 
 
 def _passes(program: Program, forward_only: bool) -> Iterator[Violation]:
     rows = tuple(
         tuple(one.what for one in row if isinstance(one, Run)) for row in program.instructions
     )
+    schedule = Schedule(program.placement, program.num_microbatches, rows)
     if not forward_only:
-        yield from check(Schedule(program.placement, program.num_microbatches, rows))
+        yield from check(schedule)
         return
-    for stage, row in enumerate(rows):
+    for stage, row in enumerate(schedule.passes):
         count = Counter(row)
         for chunk in range(program.placement.num_chunks(stage)):
             for microbatch in range(program.num_microbatches):
@@ -97,101 +74,139 @@ def _passes(program: Program, forward_only: bool) -> Iterator[Violation]:
             yield Violation(Rule.RANGE, stage, one, "is not a chunk and microbatch of this stage")
 
 
+def _giver(placement: Placement, flow: Flow, chunk: _Chunk) -> _Chunk | None:
+    """The chunk whose result this one reads; None if there is none, or no such chunk."""
+    return _neighbour(placement, chunk, -1 if flow is Flow.FORWARD else 1)
+
+
+def _taker(placement: Placement, flow: Flow, chunk: _Chunk) -> _Chunk | None:
+    """The chunk that reads this one's result; None if there is none, or no such chunk."""
+    return _neighbour(placement, chunk, 1 if flow is Flow.FORWARD else -1)
+
+
+def _neighbour(placement: Placement, chunk: _Chunk, step: int) -> _Chunk | None:
+    stage, number = chunk
+    if not 0 <= number < placement.num_chunks(stage):
+        return None
+    position = placement.positions[stage][number] + step
+    return placement.owner(position) if 0 <= position < placement.num_positions else None
+
+
+def _flow(what: Pass) -> Flow | None:
+    """The flow of what other chunks may read of a pass; W makes nothing for them."""
+    if what.kind is Kind.W:
+        return None
+    return Flow.FORWARD if what.kind is Kind.F else Flow.BACKWARD
+
+
+class _Lane:
+    """What one chunk of a stage takes and gives in one flow; the sets hold microbatches."""
+
+    def __init__(self, placement: Placement, stage: int, flow: Flow, chunk: int) -> None:
+        self.giver = _giver(placement, flow, (stage, chunk))
+        self.taker = _taker(placement, flow, (stage, chunk))
+        self.from_channel = Channel(self.giver[0], stage, flow) if self.giver else None
+        self.to_channel = Channel(stage, self.taker[0], flow) if self.taker else None
+        self.taken = set[int]()
+        """What has been received or handed over."""
+        self.made = set[int]()
+        self.given = set[int]()
+        """What has been sent or handed over."""
+
+
 class _Stage:
     """Walks through one stage's instructions and remembers what is there already."""
 
-    def __init__(self, links: _Links, stage: int, forward_only: bool) -> None:
-        self.links = links
+    def __init__(self, placement: Placement, stage: int, forward_only: bool) -> None:
+        self.placement = placement
         self.stage = stage
         self.forward_only = forward_only
-        self.inputs: set[_Result] = set()
-        """What has been received or handed over: (flow, chunk that reads it, microbatch)."""
-        self.made: set[_Result] = set()
-        self.given: set[_Result] = set()
-        """What has been sent or handed over: (flow, chunk that made it, microbatch)."""
+        self.lanes: dict[tuple[Flow, int], _Lane] = {}
+        self.found: list[Violation] = []
 
-    def check(self, row: tuple[Instruction, ...]) -> Iterator[Violation]:
+    def check(self, row: tuple[Instruction, ...]) -> list[Violation]:
         for index, one in enumerate(row):
             match one:
                 case Run():
-                    problems = self._run(one)
+                    self._run(one)
                 case Send():
-                    problems = self._send(one)
+                    self._send(one)
                 case Receive():
-                    problems = self._receive(one)
+                    self._receive(one)
                 case HandOver():
-                    problems = self._hand_over(one)
+                    self._hand_over(one)
                 case Finalize():
-                    problems = self._finalize(last=index == len(row) - 1)
-            for rule, detail in problems:
-                yield Violation(rule, self.stage, one, detail)
+                    self._finalize(one, last=index == len(row) - 1)
         if not self.forward_only and not any(isinstance(one, Finalize) for one in row):
-            yield Violation(Rule.COUNT, self.stage, Finalize(), "is missing at the end")
+            self._add(Rule.COUNT, Finalize(), "is missing at the end")
         for one in row:
-            result = _result(one.what) if isinstance(one, Run) else None
-            if result is not None and self._target(result) and result not in self.given:
-                yield Violation(Rule.MESSAGE, self.stage, one, "its result is never passed on")
+            flow = _flow(one.what) if isinstance(one, Run) else None
+            if isinstance(one, Run) and flow is not None:
+                lane = self._lane(flow, one.what.chunk)
+                if lane.taker and one.what.microbatch not in lane.given:
+                    self._add(Rule.MESSAGE, one, "its result is never passed on")
+        return self.found
 
-    def _target(self, result: _Result) -> _Chunk | None:
-        flow, chunk, _ = result
-        return self.links.target.get((flow, (self.stage, chunk)))
+    def _add(self, rule: Rule, one: Instruction, detail: str) -> None:
+        self.found.append(Violation(rule, self.stage, one, detail))
 
-    def _run(self, one: Run) -> Iterator[_Problem]:
-        result = _result(one.what)
-        if result is None:
+    def _lane(self, flow: Flow, chunk: int) -> _Lane:
+        lane = self.lanes.get((flow, chunk))
+        if lane is None:
+            lane = self.lanes[flow, chunk] = _Lane(self.placement, self.stage, flow, chunk)
+        return lane
+
+    def _run(self, one: Run) -> None:
+        flow = _flow(one.what)
+        if flow is None:
             return
-        flow, chunk, _ = result
-        if self.links.source.get((flow, (self.stage, chunk))) and result not in self.inputs:
-            yield Rule.ORDER, "runs before its input is received or handed over"
-        self.made.add(result)
+        lane = self._lane(flow, one.what.chunk)
+        if lane.giver and one.what.microbatch not in lane.taken:
+            self._add(Rule.ORDER, one, "runs before its input is received or handed over")
+        lane.made.add(one.what.microbatch)
 
-    def _send(self, one: Send) -> Iterator[_Problem]:
-        flow, result = one.channel.flow, (one.channel.flow, one.chunk, one.microbatch)
-        target = self._target(result)
-        wanted = Channel(self.stage, target[0], flow) if target else None
-        yield from _on_channel(one.channel, wanted)
-        yield from self._give(result)
+    def _send(self, one: Send) -> None:
+        lane = self._lane(one.channel.flow, one.chunk)
+        self._require_channel(one, lane.to_channel)
+        self._give(one, lane)
 
-    def _receive(self, one: Receive) -> Iterator[_Problem]:
-        flow = one.channel.flow
-        source = self.links.source.get((flow, (self.stage, one.chunk)))
-        wanted = Channel(source[0], self.stage, flow) if source else None
-        yield from _on_channel(one.channel, wanted)
-        yield from self._take((flow, one.chunk, one.microbatch))
+    def _receive(self, one: Receive) -> None:
+        lane = self._lane(one.channel.flow, one.chunk)
+        self._require_channel(one, lane.from_channel)
+        self._take(one, lane)
 
-    def _hand_over(self, one: HandOver) -> Iterator[_Problem]:
-        result = (one.flow, one.source_chunk, one.microbatch)
-        target = self._target(result)
-        if target != (self.stage, one.target_chunk):
-            yield Rule.MESSAGE, f"the result goes to (stage, chunk) {target}"
-        yield from self._give(result)
-        yield from self._take((one.flow, one.target_chunk, one.microbatch))
+    def _hand_over(self, one: HandOver) -> None:
+        lane = self._lane(one.flow, one.source_chunk)
+        if lane.taker != (self.stage, one.target_chunk):
+            self._add(Rule.MESSAGE, one, f"the result goes to (stage, chunk) {lane.taker}")
+        self._give(one, lane)
+        self._take(one, self._lane(one.flow, one.target_chunk))
 
-    def _give(self, result: _Result) -> Iterator[_Problem]:
-        if result not in self.made:
-            yield Rule.ORDER, "comes before the pass that makes the result"
-        if result in self.given:
-            yield Rule.MESSAGE, "passes the same result on a second time"
-        self.given.add(result)
+    def _require_channel(self, one: Send | Receive, wanted: Channel | None) -> None:
+        if one.channel != wanted:
+            expected = wanted or "no message"
+            self._add(Rule.MESSAGE, one, f"is on channel {one.channel}, expected {expected}")
 
-    def _take(self, result: _Result) -> Iterator[_Problem]:
-        if result in self.inputs:
-            yield Rule.MESSAGE, "brings the same input a second time"
-        self.inputs.add(result)
+    def _give(self, one: Send | HandOver, lane: _Lane) -> None:
+        if one.microbatch not in lane.made:
+            self._add(Rule.ORDER, one, "comes before the pass that makes the result")
+        if one.microbatch in lane.given:
+            self._add(Rule.MESSAGE, one, "passes the same result on a second time")
+        lane.given.add(one.microbatch)
 
-    def _finalize(self, last: bool) -> Iterator[_Problem]:
+    def _take(self, one: Receive | HandOver, lane: _Lane) -> None:
+        if one.microbatch in lane.taken:
+            self._add(Rule.MESSAGE, one, "brings the same input a second time")
+        lane.taken.add(one.microbatch)
+
+    def _finalize(self, one: Finalize, last: bool) -> None:
         if self.forward_only:
-            yield Rule.COUNT, "there are no gradients in a forward-only program"
+            self._add(Rule.COUNT, one, "there are no gradients in a forward-only program")
         elif not last:
-            yield Rule.ORDER, "is not the last instruction"
+            self._add(Rule.ORDER, one, "is not the last instruction")
 
 
-def _on_channel(used: Channel, wanted: Channel | None) -> Iterator[_Problem]:
-    if used != wanted:
-        yield Rule.MESSAGE, f"is on channel {used}, expected {wanted or 'no message'}"
-
-
-def _pairs(links: _Links, program: Program) -> Iterator[Violation]:
+def _pairs(program: Program) -> Iterator[Violation]:
     """The k-th Send of a channel against its k-th Receive."""
     sends: dict[Channel, list[tuple[int, Send]]] = defaultdict(list)
     receives: dict[Channel, list[tuple[int, Receive]]] = defaultdict(list)
@@ -202,6 +217,7 @@ def _pairs(links: _Links, program: Program) -> Iterator[Violation]:
             elif isinstance(one, Receive):
                 receives[one.channel].append((stage, one))
     for channel in sorted({*sends, *receives}):
+        takers: dict[_Chunk, _Chunk | None] = {}
         pairs = zip_longest(sends[channel], receives[channel])
         for index, (sent, received) in enumerate(pairs):
             if received is None:
@@ -210,57 +226,93 @@ def _pairs(links: _Links, program: Program) -> Iterator[Violation]:
                 yield Violation(Rule.MESSAGE, received[0], received[1], f"has no Send on {channel}")
             else:
                 stage, send = sent
-                target = links.target.get((channel.flow, (stage, send.chunk)))
+                giver = stage, send.chunk
+                if giver not in takers:
+                    takers[giver] = _taker(program.placement, channel.flow, giver)
                 other, receive = received
-                if (target, send.microbatch) != ((other, receive.chunk), receive.microbatch):
+                if (takers[giver], send.microbatch) != ((other, receive.chunk), receive.microbatch):
                     detail = f"message {index} of {channel} meets {receive} of stage {other}"
                     yield Violation(Rule.MESSAGE, stage, send, detail)
                     break  # all later ones are displaced as well
 
 
-def _deadlocks(links: _Links, program: Program) -> Iterator[Violation]:
-    """Execute until nothing moves."""
-    rows = program.instructions
-    index: dict[tuple[int, _Result], tuple[Channel, int]] = {}
-    posted: dict[Channel, int] = defaultdict(int)
-    for stage, row in enumerate(rows):
-        for one in row:
-            if isinstance(one, Receive):
-                key = (stage, (one.channel.flow, one.chunk, one.microbatch))
-                index[key] = (one.channel, posted[one.channel])
-                posted[one.channel] += 1
+class _Line:
+    """How far a channel is."""
 
-    sends: dict[Channel, int] = defaultdict(int)
-    receives: dict[Channel, int] = defaultdict(int)
-    at = [0] * len(rows)
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.sent = 0
+        self.numbers: dict[tuple[int, int], int] = {}
+        """Which message brings the input of (chunk, microbatch), for all receives posted."""
 
-    def blocked(stage: int) -> tuple[Channel, int] | None:
-        one = rows[stage][at[stage]]
-        result = _result(one.what) if isinstance(one, Run) else None
-        message = index.get((stage, result)) if result else None
-        if message is None:
+
+class _Execution:
+    """How far each stage has come, for a program whose messages match."""
+
+    def __init__(self, program: Program) -> None:
+        self.rows = program.instructions
+        self.at = [0] * len(self.rows)
+        """The instruction of each stage that is next."""
+        self.takes: list[dict[tuple[Flow, int], _Line]] = [{} for _ in self.rows]
+        """Of each stage: the line by which a (flow, chunk) gets its inputs; none if handed over."""
+        self.gives: list[dict[tuple[Flow, int], _Line]] = [{} for _ in self.rows]
+        lines: dict[Channel, _Line] = {}
+        for stage, row in enumerate(self.rows):
+            for one in row:
+                if isinstance(one, (Send, Receive)):
+                    ends = self.gives if isinstance(one, Send) else self.takes
+                    key = one.channel.flow, one.chunk
+                    if key not in ends[stage]:
+                        line = lines.setdefault(one.channel, _Line(one.channel))
+                        ends[stage][key] = line
+
+    def run(self) -> None:
+        """Execute until nothing moves."""
+        pending = list(range(len(self.rows)))
+        while pending:
+            pending += self._advance(pending.pop()).difference(pending)
+
+    def awaited(self, stage: int) -> tuple[_Line, int] | None:
+        """The message without which a stage's next instruction can't run; None if it can.
+
+        Its receive has been posted, and so have those of all earlier messages of the line.
+        """
+        one = self.rows[stage][self.at[stage]]
+        flow = _flow(one.what) if isinstance(one, Run) else None
+        if not isinstance(one, Run) or flow is None:
             return None
-        channel, number = message
-        return message if number >= min(sends[channel], receives[channel]) else None
+        line = self.takes[stage].get((flow, one.what.chunk))
+        if line is None:
+            return None
+        number = line.numbers[one.what.chunk, one.what.microbatch]
+        return None if number < line.sent else (line, number)
 
-    moved = True
-    while moved:
-        moved = False
-        for stage, row in enumerate(rows):
-            while at[stage] < len(row) and not blocked(stage):
-                one = row[at[stage]]
-                if isinstance(one, Send):
-                    sends[one.channel] += 1
-                elif isinstance(one, Receive):
-                    receives[one.channel] += 1
-                at[stage] += 1
-                moved = True
-    for stage, row in enumerate(rows):
-        message = blocked(stage) if at[stage] < len(row) else None
+    def _advance(self, stage: int) -> set[int]:
+        """Execute a stage until it blocks or ends; the stages that it has sent to."""
+        row, takes, gives = self.rows[stage], self.takes[stage], self.gives[stage]
+        sent_to = set()
+        while self.at[stage] < len(row) and not self.awaited(stage):
+            one = row[self.at[stage]]
+            if isinstance(one, Send):
+                line = gives[one.channel.flow, one.chunk]
+                line.sent += 1
+                sent_to.add(line.channel.target)
+            elif isinstance(one, Receive):
+                line = takes[one.channel.flow, one.chunk]
+                line.numbers[one.chunk, one.microbatch] = len(line.numbers)
+            self.at[stage] += 1
+        return sent_to
+
+
+def _deadlocks(program: Program) -> Iterator[Violation]:
+    execution = _Execution(program)
+    execution.run()
+    for stage, row in enumerate(program.instructions):
+        message = execution.awaited(stage) if execution.at[stage] < len(row) else None
         if message is not None:
-            channel, number = message
+            line, number = message
             detail = (
-                f"waits for ever for message {number} of {channel}: {sends[channel]} sent, "
-                f"{receives[channel]} received"
+                f"waits for ever for message {number} of {line.channel}: {line.sent} sent, "
+                f"{len(line.numbers)} received"
             )
-            yield Violation(Rule.DEADLOCK, stage, row[at[stage]], detail)
+            yield Violation(Rule.DEADLOCK, stage, row[execution.at[stage]], detail)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Self
 
-from zero_bubble.placement import Placement, linear
+from zero_bubble.placement import Placement, linear, v_shape
 from zero_bubble.schedule import Kind
 
-__all__ = ["Costs", "PaperProfile", "Table", "paper_profiles"]
+__all__ = ["Costs", "PaperProfile", "Table", "paper_profiles", "paper_v_profiles"]
 
 type Table = tuple[tuple[float, ...], ...]
 """A number for every ``[stage][chunk]``."""
@@ -189,15 +189,25 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class PaperProfile:
-    """A row of the paper's Tables 5 and 9."""
+    """A row of the paper's Tables 5 and 9, or of Table 8."""
 
     model: str
+    layers: int
+    """Transformer layers of the whole model."""
     stages: int
     microbatches: int
     costs: Costs
-    """Profiled times in ms; memory in units of M_B."""
+    """Profiled times in ms; memory in units of a whole stage's M_B."""
     bubble_rates: Mapping[str, float]
     """Published bubble rate of each schedule, by its name; 0.1 is 10 %."""
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Of a stage in the middle.
+
+        The first and last stage hold one layer fewer, for the embedding and the output layer.
+        """
+        return (self.layers + 2) // self.stages
 
 
 def paper_profiles() -> tuple[PaperProfile, ...]:
@@ -205,21 +215,39 @@ def paper_profiles() -> tuple[PaperProfile, ...]:
 
     M_W / M_B is 32h / (34h + 5as), from Table 1.
     """
-    text = files("zero_bubble").joinpath("data/paper_table5.json").read_text(encoding="utf-8")
-    return tuple(_profile(row) for row in json.loads(text)["rows"])
+    return tuple(_profile(row, linear(row["stages"])) for row in _paper_rows("paper_table5.json"))
 
 
-def _profile(row: Mapping[str, Any]) -> PaperProfile:
+def paper_v_profiles() -> tuple[PaperProfile, ...]:
+    """The nine profiled configurations of the paper's V, two equal chunks a stage (Table 8).
+
+    Times are those of a chunk. A chunk's memory is 0.5 M_B, so that a limit of p is that of 1F1B;
+    M_W / M_B as in `paper_profiles`.
+    """
+    return tuple(_profile(row, v_shape(row["stages"])) for row in _paper_rows("paper_table8.json"))
+
+
+def _paper_rows(name: str) -> list[Mapping[str, Any]]:
+    text = files("zero_bubble").joinpath("data", name).read_text(encoding="utf-8")
+    rows: list[Mapping[str, Any]] = json.loads(text)["rows"]
+    return rows
+
+
+def _profile(row: Mapping[str, Any], placement: Placement) -> PaperProfile:
     hidden, scores = row["hidden"], row["heads"] * row["seq"]
+    chunk = 1 / placement.num_chunks(0)
     costs = Costs.uniform(
-        linear(row["stages"]),
+        placement,
         row["t_f"],
         row["t_b"],
         row["t_w"],
         row["t_comm"],
-        m_w=32 * hidden / (34 * hidden + 5 * scores),
+        m_b=chunk,
+        m_w=chunk * 32 * hidden / (34 * hidden + 5 * scores),
     )
-    return PaperProfile(row["model"], row["stages"], row["microbatches"], costs, row["bubble"])
+    return PaperProfile(
+        row["model"], row["layers"], row["stages"], row["microbatches"], costs, row["bubble"]
+    )
 
 
 def _require_amount(name: str, value: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from zero_bubble.placement import Placement
 from zero_bubble.program import (
@@ -40,109 +42,126 @@ def lower(schedule: Schedule, *, forward_only: bool = False, prefetch: int = 2) 
     rows = schedule.passes
     if forward_only:
         rows = tuple(tuple(one for one in row if one.kind is Kind.F) for row in rows)
-    sent = _messages(schedule.placement, rows)
+    lanes = _lanes(schedule.placement)
+    _number_messages(lanes, rows)
     instructions = tuple(
-        _row(schedule.placement, stage, row, sent, prefetch)
-        + (() if forward_only else (Finalize(),))
+        tuple(_row(stage, row, lanes[stage], prefetch)) + (() if forward_only else (Finalize(),))
         for stage, row in enumerate(rows)
     )
     return Program(schedule.placement, schedule.num_microbatches, instructions, schedule.name)
 
 
-def _messages(
-    placement: Placement, rows: tuple[tuple[Pass, ...], ...]
-) -> dict[Channel, list[Receive]]:
-    """What each channel carries, in the order sent, as the receives that take it."""
-    sent: dict[Channel, list[Receive]] = defaultdict(list)
-    for stage, row in enumerate(rows):
+@dataclass(slots=True)
+class _Line:
+    """What a channel carries, in the order sent."""
+
+    channel: Channel
+    messages: list[Receive] = field(default_factory=list)
+    """As the receives that take them."""
+    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Place in ``messages`` of what (microbatch, chunk) of the target needs."""
+
+    def append(self, microbatch: int, chunk: int) -> None:
+        self.numbers[microbatch, chunk] = len(self.messages)
+        self.messages.append(Receive(self.channel, microbatch, chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """How one kind of pass of one chunk gets its inputs, and where its results go."""
+
+    flow: Flow
+    source: _Line | None
+    """None if there is no input, or it comes from the same stage."""
+    target: _Line | None
+    """None if nobody reads the result, or the same stage does."""
+    reader: int | None
+    """The chunk that reads the result, on whichever stage; None if there is none."""
+
+
+type _Lanes = dict[Kind, list[_Lane]]
+"""Of one stage, by kind and chunk; W, which makes nothing for others, has none."""
+
+
+def _lanes(placement: Placement) -> list[_Lanes]:
+    lines: dict[Channel, _Line] = {}
+
+    def line(source: int, target: int, flow: Flow) -> _Line | None:
+        if source == target:
+            return None
+        channel = Channel(source, target, flow)
+        return lines.setdefault(channel, _Line(channel))
+
+    def lane(stage: int, chunk: int, flow: Flow) -> _Lane:
+        source, target = placement.before(stage, chunk), placement.after(stage, chunk)
+        if flow is Flow.BACKWARD:
+            source, target = target, source
+        return _Lane(
+            flow,
+            source and line(source[0], stage, flow),
+            target and line(stage, target[0], flow),
+            target and target[1],
+        )
+
+    lanes: list[_Lanes] = []
+    for stage, held in enumerate(placement.positions):
+        forward = [lane(stage, chunk, Flow.FORWARD) for chunk in range(len(held))]
+        backward = [lane(stage, chunk, Flow.BACKWARD) for chunk in range(len(held))]
+        lanes.append({Kind.F: forward, Kind.B: backward, Kind.BW: backward})
+    return lanes
+
+
+def _number_messages(lanes: list[_Lanes], rows: tuple[tuple[Pass, ...], ...]) -> None:
+    for here, row in zip(lanes, rows, strict=True):
         for what in row:
-            flow, target = _flow(what), _target(placement, stage, what)
-            if flow is not None and target is not None and target[0] != stage:
-                channel = Channel(stage, target[0], flow)
-                sent[channel].append(Receive(channel, what.microbatch, target[1]))
-    return sent
+            if what.kind is not Kind.W:
+                lane = here[what.kind][what.chunk]
+                if lane.target is not None and lane.reader is not None:
+                    lane.target.append(what.microbatch, lane.reader)
 
 
-def _row(
-    placement: Placement,
-    stage: int,
-    row: tuple[Pass, ...],
-    sent: dict[Channel, list[Receive]],
-    prefetch: int,
-) -> tuple[Instruction, ...]:
-    receives = _receives(placement, stage, row, sent, prefetch)
-    instructions: list[Instruction] = []
+def _row(stage: int, row: tuple[Pass, ...], lanes: _Lanes, prefetch: int) -> Iterator[Instruction]:
+    posts = _posts(stage, row, lanes, prefetch)
     for index, what in enumerate(row):
-        instructions += receives[index]
-        instructions.append(Run(what))
-        flow, target = _flow(what), _target(placement, stage, what)
-        if flow is None or target is None:
+        if index in posts:
+            yield from posts[index]
+        yield Run(what)
+        if what.kind is Kind.W:
             continue
-        other, chunk = target
-        if other == stage:
-            instructions.append(HandOver(flow, what.microbatch, what.chunk, chunk))
-        else:
-            instructions.append(Send(Channel(stage, other, flow), what.microbatch, what.chunk))
-    return tuple(instructions)
+        lane = lanes[what.kind][what.chunk]
+        if lane.target is not None:
+            yield Send(lane.target.channel, what.microbatch, what.chunk)
+        elif lane.reader is not None:
+            yield HandOver(lane.flow, what.microbatch, what.chunk, lane.reader)
 
 
-def _receives(
-    placement: Placement,
-    stage: int,
-    row: tuple[Pass, ...],
-    sent: dict[Channel, list[Receive]],
-    prefetch: int,
+def _posts(
+    stage: int, row: tuple[Pass, ...], lanes: _Lanes, prefetch: int
 ) -> dict[int, list[Receive]]:
     """The receives to post before the pass at each index of the row."""
-    numbers = {
-        one: number
-        for channel, messages in sent.items()
-        if channel.target == stage
-        for number, one in enumerate(messages)
-    }
-    uses: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
+    # By channel: the passes that take a message, and the message's number.
+    uses: dict[Channel, tuple[_Line, list[int], list[int]]] = {}
     for index, what in enumerate(row):
-        flow, source = _flow(what), _source(placement, stage, what)
-        if flow is not None and source is not None and source[0] != stage:
-            channel = Channel(source[0], stage, flow)
-            needed = Receive(channel, what.microbatch, what.chunk)
-            if needed not in numbers:
-                raise ValueError(
-                    f"stage {stage} has {what}, but stage {source[0]} never makes its input: "
-                    "only a schedule that passes zero_bubble.check can be lowered"
-                )
-            uses[channel].append((index, numbers[needed]))
+        line = None if what.kind is Kind.W else lanes[what.kind][what.chunk].source
+        if line is None:
+            continue
+        number = line.numbers.get((what.microbatch, what.chunk))
+        if number is None:
+            raise ValueError(
+                f"stage {stage} has {what}, but stage {line.channel.source} never makes its input: "
+                "only a schedule that passes zero_bubble.check can be lowered"
+            )
+        _, indices, numbers = uses.setdefault(line.channel, (line, [], []))
+        indices.append(index)
+        numbers.append(number)
 
     posts: dict[int, list[Receive]] = defaultdict(list)
     for channel in sorted(uses):
-        indices = [index for index, _ in uses[channel]]
+        line, indices, numbers = uses[channel]
         posted = 0
-        for use, (_, number) in enumerate(uses[channel]):
-            at = indices[use - prefetch] if use >= prefetch else max(0, indices[0] - 1)
-            posts[at] += sent[channel][posted : number + 1]
-            posted = max(posted, number + 1)
+        for use, number in enumerate(numbers):
+            if number >= posted:
+                at = indices[use - prefetch] if use >= prefetch else max(0, indices[0] - 1)
+                posts[at] += line.messages[posted : number + 1]
+                posted = number + 1
     return posts
-
-
-def _flow(what: Pass) -> Flow | None:
-    match what.kind:
-        case Kind.F:
-            return Flow.FORWARD
-        case Kind.B | Kind.BW:
-            return Flow.BACKWARD
-        case Kind.W:
-            return None
-
-
-def _target(placement: Placement, stage: int, what: Pass) -> tuple[int, int] | None:
-    """(stage, chunk) that reads what the pass makes."""
-    if what.kind is Kind.F:
-        return placement.after(stage, what.chunk)
-    return placement.before(stage, what.chunk)
-
-
-def _source(placement: Placement, stage: int, what: Pass) -> tuple[int, int] | None:
-    """(stage, chunk) that makes what the pass reads."""
-    if what.kind is Kind.F:
-        return placement.before(stage, what.chunk)
-    return placement.after(stage, what.chunk)

@@ -116,13 +116,19 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """Where a pass's input comes from, and how long after the end of that pass it is there."""
+class _Lane:
+    """The passes of one kind of one chunk: what they take, and what they read and make.
 
-    kind: Kind
-    stage: int
-    chunk: int
+    The lists hold when each microbatch's result was ready, None as long as it is not.
+    """
+
+    duration: float
+    reads: list[float | None] | None
     delay: float
+    """How long after the end of the pass that it reads from its input is there."""
+    makes: list[float | None]
+    source: tuple[Kind, int, int]
+    """(kind, stage, chunk) that it reads from; its own for the model's first F, which does not."""
 
 
 class _Simulation:
@@ -132,28 +138,39 @@ class _Simulation:
         self.schedule = schedule
         self.costs = costs
         self.spans: list[list[Span]] = [[] for _ in schedule.passes]
-        self.ends: dict[tuple[Kind, int, int, int], float] = {}
-        self.sources: dict[tuple[Kind, int, int], _Source | None] = {}
+        self.ends: dict[tuple[Kind, int, int], list[float | None]] = {
+            (kind, stage, chunk): [None] * schedule.num_microbatches
+            for kind in (Kind.F, Kind.B, Kind.W)
+            for stage, held in enumerate(schedule.placement.positions)
+            for chunk in range(len(held))
+        }
         self.readers: list[set[int]] = [set() for _ in schedule.passes]
-        placement = schedule.placement
-        for stage, held in enumerate(placement.positions):
-            for chunk in range(len(held)):
-                before, after = placement.before(stage, chunk), placement.after(stage, chunk)
-                gradient = (Kind.B, *after) if after else (Kind.F, stage, chunk)
-                self._add_source(Kind.F, stage, chunk, (Kind.F, *before) if before else None)
-                self._add_source(Kind.B, stage, chunk, gradient)
-                self._add_source(Kind.BW, stage, chunk, gradient)
-                self._add_source(Kind.W, stage, chunk, (Kind.B, stage, chunk))
+        self.lanes: list[dict[Kind, list[_Lane]]] = [
+            {kind: [self._lane(kind, stage, chunk) for chunk in range(len(held))] for kind in Kind}
+            for stage, held in enumerate(schedule.placement.positions)
+        ]
 
-    def _add_source(
-        self, kind: Kind, stage: int, chunk: int, source: tuple[Kind, int, int] | None
-    ) -> None:
-        if source is None:
-            self.sources[kind, stage, chunk] = None
-            return
-        what, other, part = source
-        self.sources[kind, stage, chunk] = _Source(what, other, part, self.costs.comm(other, stage))
-        self.readers[other].add(stage)
+    def _lane(self, kind: Kind, stage: int, chunk: int) -> _Lane:
+        placement = self.schedule.placement
+        before, after = placement.before(stage, chunk), placement.after(stage, chunk)
+        source = kind, stage, chunk
+        if kind is Kind.W:
+            source = Kind.B, stage, chunk
+        elif kind is not Kind.F:
+            source = (Kind.B, *after) if after else (Kind.F, stage, chunk)
+        elif before:
+            source = (Kind.F, *before)
+        other = source[1]
+        if other != stage:
+            self.readers[other].add(stage)
+        made = Kind.B if kind is Kind.BW else kind
+        return _Lane(
+            self.costs.duration(kind, stage, chunk),
+            self.ends[source] if kind is not Kind.F or before else None,
+            self.costs.comm(other, stage),
+            self.ends[made, stage, chunk],
+            source,
+        )
 
     def run(self) -> tuple[tuple[Span, ...], ...]:
         # A stage is looked at again only when one that it reads from has gone on.
@@ -161,7 +178,7 @@ class _Simulation:
         while pending:
             stage = pending.pop()
             if self._advance(stage):
-                pending += (self.readers[stage] - {stage}).difference(pending)
+                pending += self.readers[stage].difference(pending)
         for stage, row in enumerate(self.schedule.passes):
             if len(self.spans[stage]) < len(row):
                 self._raise_deadlock()
@@ -169,32 +186,28 @@ class _Simulation:
 
     def _advance(self, stage: int) -> bool:
         """Run the stage until a pass has to wait; whether it went on at all."""
-        spans, row = self.spans[stage], self.schedule.passes[stage]
+        spans, row, lanes = self.spans[stage], self.schedule.passes[stage], self.lanes[stage]
+        chunks, microbatches = len(lanes[Kind.F]), self.schedule.num_microbatches
         begun = len(spans)
         now = spans[-1].end if spans else 0.0
-        for what in row[begun:]:
-            source = self._source(stage, what)
+        for index in range(begun, len(row)):
+            what = row[index]
+            if not (0 <= what.chunk < chunks and 0 <= what.microbatch < microbatches):
+                raise ValueError(
+                    f"stage {stage} has the pass {what}: expected microbatches 0.."
+                    f"{microbatches - 1} and chunks 0..{chunks - 1}"
+                )
+            lane = lanes[what.kind][what.chunk]
             start = now
-            if source is not None:
-                end = self.ends.get((source.kind, source.stage, source.chunk, what.microbatch))
+            if lane.reads is not None:
+                end = lane.reads[what.microbatch]
                 if end is None:
                     break
-                start = max(now, end + source.delay)
-            now = start + self.costs.duration(what.kind, stage, what.chunk)
+                start = max(now, end + lane.delay)
+            now = start + lane.duration
             spans.append(Span(what, start, now))
-            made = Kind.B if what.kind is Kind.BW else what.kind
-            self.ends[made, stage, what.chunk, what.microbatch] = now
+            lane.makes[what.microbatch] = now
         return len(spans) > begun
-
-    def _source(self, stage: int, what: Pass) -> _Source | None:
-        in_range = 0 <= what.microbatch < self.schedule.num_microbatches
-        if not in_range or (what.kind, stage, what.chunk) not in self.sources:
-            raise ValueError(
-                f"stage {stage} has the pass {what}: expected microbatches 0.."
-                f"{self.schedule.num_microbatches - 1} and chunks 0.."
-                f"{self.schedule.placement.num_chunks(stage) - 1}"
-            )
-        return self.sources[what.kind, stage, what.chunk]
 
     def _raise_deadlock(self) -> None:
         waits = []
@@ -202,8 +215,7 @@ class _Simulation:
             if len(self.spans[stage]) == len(row):
                 continue
             what = row[len(self.spans[stage])]
-            source = self._source(stage, what)
-            if source is not None:
-                wanted = Pass(source.kind, what.microbatch, source.chunk)
-                waits.append(f"stage {stage} waits at {what} for {wanted} of stage {source.stage}")
+            kind, other, chunk = self.lanes[stage][what.kind][what.chunk].source
+            wanted = Pass(kind, what.microbatch, chunk)
+            waits.append(f"stage {stage} waits at {what} for {wanted} of stage {other}")
         raise ValueError("the schedule deadlocks: " + "; ".join(waits))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.errors import ConfigurationError
-from zero_bubble.builders import BUILDERS, build
+from zero_bubble.builders import BUILDERS, LINEAR_BUILDERS, build
 from zero_bubble.check import bit_identical_order, check
 from zero_bubble.export.json_io import load_schedule
 from zero_bubble.schedule import Kind, Schedule
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pipeline-schedule",
         default=None,
-        metavar="{megatron," + ",".join(BUILDERS) + ",FILE.json}",
+        metavar="{megatron," + ",".join(LINEAR_BUILDERS) + ",FILE.json}",
         help="Order of passes on the pipeline's stages. megatron (the default) leaves Megatron's "
         "own schedule untouched; gpipe and 1f1b fuse the backward pass; zb-h1 and zb-h2 split it "
         "into B (input gradient) and W (weight gradient), zb-h1 at the activation memory of 1f1b, "
@@ -60,16 +60,20 @@ def schedule_for(name: str, stages: int, microbatches: int) -> Schedule:
     """The schedule that ``--pipeline-schedule name`` means for a pipeline and a batch.
 
     Raises:
-        ConfigurationError: a file that cannot be read, or is for other numbers.
+        ConfigurationError: a name that cannot run, or a file that cannot be read or is for other
+            numbers.
     """
-    if name in BUILDERS:
+    if name in LINEAR_BUILDERS:
         return build(name, stages, microbatches)
     flag = f"--pipeline-schedule {name}"
-    if not name.endswith(".json"):
+    choice = f"choose {MEGATRON}, {', '.join(LINEAR_BUILDERS)}, or a file that ends in .json"
+    if name in BUILDERS:
+        placement = BUILDERS[name].placement(stages).name
         raise ConfigurationError(
-            f"{flag}: no such schedule; choose {MEGATRON}, {', '.join(BUILDERS)}, or a file that "
-            "ends in .json"
+            f"{flag} has the placement {placement}, which cannot run in Megatron yet; {choice}"
         )
+    if not name.endswith(".json"):
+        raise ConfigurationError(f"{flag}: no such schedule; {choice}")
     if not Path(name).is_file():
         raise ConfigurationError(
             f"{flag}: there is no file {Path(name).resolve()}; `zero-bubble schedule zb-h1 "
@@ -141,10 +145,10 @@ def validate(args: Any, *, final: bool = False) -> None:
     schedule = schedule_for(args.pipeline_schedule, stages, _microbatches(args))
     for ramp in ("rampup_batch_size", "step_batch_size_schedule"):
         sizes = getattr(args, ramp, None)
-        if sizes is not None and args.pipeline_schedule not in BUILDERS:
+        if sizes is not None and args.pipeline_schedule not in LINEAR_BUILDERS:
             raise ConfigurationError(
                 f"{flag} is for one number of microbatches, and --{ramp.replace('_', '-')} {sizes} "
-                f"changes it: use a schedule by name ({', '.join(BUILDERS)})"
+                f"changes it: use a schedule by name ({', '.join(LINEAR_BUILDERS)})"
             )
     if _splits(schedule) and args.transformer_impl != "local":
         raise ConfigurationError(

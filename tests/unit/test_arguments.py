@@ -13,7 +13,7 @@ from megatron.zero_bubble.arguments import _RULES, add_arguments, schedule_for, 
 from megatron.zero_bubble.errors import ConfigurationError
 from tests.unit.cpu_mode import checks_of
 from tests.unit.orders import all_forwards_first, parse
-from zero_bubble.builders import BUILDERS, build
+from zero_bubble.builders import BUILDERS, LINEAR_BUILDERS, build
 from zero_bubble.export.json_io import save_schedule
 from zero_bubble.placement import v_shape
 from zero_bubble.schedule import Schedule
@@ -77,7 +77,7 @@ def test_every_rule_has_its_case() -> None:
     assert [rule.flag for rule in _RULES] == list(FORBIDDEN)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", LINEAR_BUILDERS)
 @pytest.mark.parametrize("rule", _RULES, ids=lambda rule: rule.flag)
 def test_features_that_no_schedule_can_run_with(rule: Any, name: str) -> None:
     bad, shown = FORBIDDEN[rule.flag]
@@ -100,7 +100,7 @@ def test_rules_name_megatrons_flags_and_allow_its_defaults() -> None:
         assert default in rule.allowed
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", LINEAR_BUILDERS)
 def test_a_pipeline_of_one_stage(name: str) -> None:
     message = complaint(pipeline_schedule=name, pipeline_model_parallel_size=1, world_size=1)
     assert message == (
@@ -113,8 +113,17 @@ def test_a_pipeline_of_one_stage(name: str) -> None:
 def test_an_unknown_name(name: str) -> None:
     message = complaint(pipeline_schedule=name)
     assert message.startswith(f"--pipeline-schedule {name}: no such schedule; choose megatron, ")
-    for known in (*BUILDERS, ".json"):
+    for known in (*LINEAR_BUILDERS, ".json"):
         assert known in message
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS.keys() - LINEAR_BUILDERS.keys()))
+def test_a_known_schedule_whose_placement_cannot_run(name: str) -> None:
+    placement = build(name, STAGES, MICROBATCHES).placement.name
+    assert complaint(pipeline_schedule=name) == (
+        f"--pipeline-schedule {name} has the placement {placement}, which cannot run in Megatron "
+        f"yet; choose megatron, {', '.join(LINEAR_BUILDERS)}, or a file that ends in .json"
+    )
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -263,7 +272,7 @@ def test_without_a_schedule_nothing_is_asked(given: str | None) -> None:
     assert vars(args) == before | {"pipeline_schedule": "megatron"}
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", LINEAR_BUILDERS)
 def test_schedules_by_name(name: str) -> None:
     args = arguments(pipeline_schedule=name)
     before = dict(vars(args))
@@ -272,7 +281,7 @@ def test_schedules_by_name(name: str) -> None:
     assert schedule_for(name, STAGES, MICROBATCHES) == build(name, STAGES, MICROBATCHES)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", LINEAR_BUILDERS)
 def test_a_saved_schedule_runs_as_it_was(name: str, tmp_path: Path) -> None:
     schedule = build(name, STAGES, MICROBATCHES)
     path = saved(schedule, tmp_path)
@@ -326,8 +335,9 @@ def test_the_flags_are_parsed() -> None:
         "zero_bubble_wait_limit": None,
         "zero_bubble_device": None,
     }
+    offered = parser.format_help()
     for name in BUILDERS:
-        assert name in parser.format_help()
+        assert (name in offered) == (name in LINEAR_BUILDERS)
 
 
 def test_a_schedule_file_is_plain_json(tmp_path: Path) -> None:

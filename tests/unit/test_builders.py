@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_bubble.builders import BUILDERS, build, gpipe, one_f_one_b, zb_h1, zb_h2
+from tests.unit.orders import random_costs
+from zero_bubble.builders import (
+    BUILDERS,
+    LINEAR_BUILDERS,
+    Builder,
+    build,
+    gpipe,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
 from zero_bubble.check import bit_identical_order, check
 from zero_bubble.costs import Costs, paper_profiles
 from zero_bubble.placement import linear
@@ -15,6 +25,7 @@ from zero_bubble.simulate import simulate
 
 SIZES = {"stages": st.integers(1, 9), "microbatches": st.integers(1, 24)}
 NAMES = st.sampled_from(list(BUILDERS))
+LINEAR = st.sampled_from(list(LINEAR_BUILDERS))
 
 
 def most_held(schedule: Schedule, m_w: float) -> list[float]:
@@ -72,7 +83,7 @@ def test_memory_bounds(m_w: float, stages: int, microbatches: int) -> None:
     assert worst("zb-h2") <= min(2 * stages - 1, microbatches) + slack
 
 
-@given(name=NAMES, m_w=st.floats(0, 1), **SIZES)
+@given(name=LINEAR, m_w=st.floats(0, 1), **SIZES)
 def test_simulated_memory_is_that_of_the_prefixes(
     name: str, m_w: float, stages: int, microbatches: int
 ) -> None:
@@ -134,5 +145,44 @@ def test_sizes_below_one_are_refused(name: str) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'zb-h3'; known: gpipe, 1f1b, zb-h1, zb-h2"):
+    with pytest.raises(ValueError, match="'zb-h3'; known: gpipe, 1f1b, interleaved, zb-h1, zb-h2"):
         build("zb-h3", 4, 8)
+
+
+@given(name=NAMES, **SIZES)
+def test_a_builder_knows_the_placement_of_its_schedule(
+    name: str, stages: int, microbatches: int
+) -> None:
+    placement = BUILDERS[name].placement(stages)
+    assert placement == build(name, stages, microbatches).placement
+    if name in LINEAR_BUILDERS:
+        assert placement == linear(stages)
+    elif stages > 1:
+        assert placement != linear(stages)
+
+
+@given(name=LINEAR, seed=st.integers(0, 10**6), **SIZES)
+def test_handcrafted_orders_do_not_depend_on_times(
+    name: str, seed: int, stages: int, microbatches: int
+) -> None:
+    costs = random_costs(linear(stages), seed)
+    assert build(name, stages, microbatches, costs=costs) == build(name, stages, microbatches)
+
+
+@pytest.mark.parametrize("name", LINEAR_BUILDERS)
+def test_chunks_are_refused_where_there_is_no_choice(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--chunks 2: {name} has a fixed number of chunks"):
+        build(name, 4, 8, chunks=2)
+
+
+def test_a_builder_whose_order_depends_on_times_is_given_them() -> None:
+    given: list[Costs | None] = []
+
+    def by_times(stages: int, microbatches: int, costs: Costs | None) -> Schedule:
+        given.append(costs)
+        return gpipe(stages, microbatches)
+
+    costs = Costs.uniform(linear(2), 1, 1, 1)
+    builder = Builder(by_times, takes_costs=True)
+    assert builder.build(2, 3, costs=costs) == builder.build(2, 3)
+    assert given == [costs, None]

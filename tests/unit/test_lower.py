@@ -14,7 +14,7 @@ from zero_bubble.builders import BUILDERS, build
 from zero_bubble.check_program import check_program
 from zero_bubble.lower import lower
 from zero_bubble.placement import Placement, interleaved, linear, v_shape
-from zero_bubble.program import Channel, Finalize, HandOver, Program, Receive, Run, Send
+from zero_bubble.program import Channel, Finalize, Flow, HandOver, Program, Receive, Run, Send
 from zero_bubble.schedule import Kind
 
 PLACEMENTS = st.one_of(
@@ -78,19 +78,21 @@ def test_a_program_holds_the_schedule_and_one_message_a_neighbour(
 
 @given(name=st.sampled_from(list(BUILDERS)), stages=st.integers(2, 5), prefetch=st.integers(0, 4))
 def test_few_buffers_wait(name: str, stages: int, prefetch: int) -> None:
-    for row in lower(build(name, stages, 8), prefetch=prefetch).instructions:
+    schedule = build(name, stages, 8)
+    placement = schedule.placement
+    for stage, row in enumerate(lower(schedule, prefetch=prefetch).instructions):
         waiting: Counter[Channel] = Counter()
-        taken: set[tuple[bool, int]] = set()
         for one in row:
             if isinstance(one, Receive):
                 waiting[one.channel] += 1
                 assert waiting[one.channel] <= prefetch + 1
             elif isinstance(one, Run) and one.what.kind is not Kind.W:
                 forward = one.what.kind is Kind.F
-                taken.add((forward, one.what.microbatch))
-                for channel in waiting:
-                    if (channel.flow == "F") == forward:
-                        waiting[channel] -= 1
+                reads = placement.before if forward else placement.after
+                source = reads(stage, one.what.chunk)
+                if source is not None and source[0] != stage:
+                    flow = Flow.FORWARD if forward else Flow.BACKWARD
+                    waiting[Channel(source[0], stage, flow)] -= 1
         assert not any(waiting.values())
 
 

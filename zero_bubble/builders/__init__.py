@@ -1,29 +1,71 @@
-"""Known schedules by name. A builder is a pure function (stages, microbatches) -> Schedule."""
+"""Known schedules by name. A builder is a pure function of numbers (and costs, if they matter)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
+from zero_bubble.builders.builder import Builder
 from zero_bubble.builders.gpipe import gpipe
+from zero_bubble.builders.interleaved import interleaved_1f1b
 from zero_bubble.builders.one_f_one_b import one_f_one_b
 from zero_bubble.builders.zb_h1 import zb_h1
 from zero_bubble.builders.zb_h2 import zb_h2
+from zero_bubble.costs import Costs
+from zero_bubble.placement import interleaved
 from zero_bubble.schedule import Schedule
 
-__all__ = ["BUILDERS", "Builder", "build", "gpipe", "one_f_one_b", "zb_h1", "zb_h2"]
-
-type Builder = Callable[[int, int], Schedule]
+__all__ = [
+    "BUILDERS",
+    "LINEAR_BUILDERS",
+    "Builder",
+    "build",
+    "gpipe",
+    "interleaved_1f1b",
+    "one_f_one_b",
+    "zb_h1",
+    "zb_h2",
+]
 
 BUILDERS: Mapping[str, Builder] = MappingProxyType(
-    {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
+    {
+        "gpipe": Builder(gpipe),
+        "1f1b": Builder(one_f_one_b),
+        "interleaved": Builder(interleaved_1f1b, interleaved, default_chunks=2),
+        "zb-h1": Builder(zb_h1),
+        "zb-h2": Builder(zb_h2),
+    }
 )
-"""The builders by the name that the command line and Megatron's flags use."""
+"""The builders by the name that the command line uses."""
+
+LINEAR_BUILDERS: Mapping[str, Builder] = MappingProxyType(
+    {name: builder for name, builder in BUILDERS.items() if builder.is_linear}
+)
+"""Those with one chunk a stage, in order: what Megatron's flags offer."""
 
 
-def build(name: str, stages: int, microbatches: int) -> Schedule:
-    """The schedule of this name; ValueError for an unknown name, or no stage or microbatch."""
+def build(
+    name: str,
+    stages: int,
+    microbatches: int,
+    *,
+    chunks: int | None = None,
+    costs: Costs | None = None,
+) -> Schedule:
+    """The schedule of this name.
+
+    ``chunks`` is the number of chunks a stage, for builders with a choice; None is their default.
+    ``costs`` are those of the builder's placement, for builders whose order depends on times; the
+    others have no use for them. ValueError for an unknown name, no stage or microbatch, or chunks
+    that the schedule cannot have.
+    """
     builder = BUILDERS.get(name)
     if builder is None:
         raise ValueError(f"no schedule is called {name!r}; known: {', '.join(BUILDERS)}")
-    return builder(stages, microbatches)
+    if chunks is not None and not builder.takes_chunks:
+        choice = ", ".join(one for one, other in BUILDERS.items() if other.takes_chunks)
+        raise ValueError(
+            f"--chunks {chunks}: {name} has a fixed number of chunks a stage; leave --chunks out, "
+            f"or choose {choice}"
+        )
+    return builder.build(stages, microbatches, chunks=chunks, costs=costs)

@@ -15,29 +15,69 @@ A schedule file (version 1)::
     }
 
 ``placement`` holds the model positions of each stage's chunks, ``passes`` a string for each stage
-in PyTorch's grammar. ``costs`` is optional: the costs the schedule was made for. A file of costs
-alone is what ``costs`` holds.
+in PyTorch's grammar. Three more fields are optional:
+
+- ``costs``: the costs the schedule was made for. A file of costs alone is what ``costs`` holds.
+- ``memory_limit``: the most memory each stage may hold, ``[64.0, 64.0]``, in the unit of the costs;
+  null is no limit.
+- ``times``: when each pass runs, for programs that draw: ``[[[0.0, 1.5], ...], ...]``, start and
+  end in ms, in the order of ``passes``.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zero_bubble.costs import Costs
 from zero_bubble.placement import Placement
 from zero_bubble.schedule import Pass, Schedule
+from zero_bubble.simulate import Span
 
-__all__ = ["load_costs", "load_schedule", "load_schedule_and_costs", "save_costs", "save_schedule"]
+__all__ = [
+    "ScheduleFile",
+    "load_costs",
+    "load_file",
+    "load_schedule",
+    "load_schedule_and_costs",
+    "save_costs",
+    "save_schedule",
+]
 
 _FORMAT = "zero-bubble schedule"
 _VERSION = 1
-_FIELDS = {"format", "version", "name", "placement", "num_microbatches", "passes", "costs"}
+_REQUIRED = {"format", "version", "name", "placement", "num_microbatches", "passes"}
+_FIELDS = _REQUIRED | {"costs", "memory_limit", "times"}
 
 
-def save_schedule(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> None:
-    """Write a schedule, and the costs it was made for; ValueError if they do not fit it."""
+@dataclass(frozen=True, slots=True)
+class ScheduleFile:
+    """What a file holds; None for what it leaves out."""
+
+    schedule: Schedule
+    costs: Costs | None = None
+    memory_limit: tuple[float, ...] | None = None
+    """Most memory each stage may hold, in the unit of the costs; infinity is no limit."""
+    spans: tuple[tuple[Span, ...], ...] | None = None
+    """When each pass runs, as `Timeline.spans`."""
+
+
+def save_schedule(
+    schedule: Schedule,
+    path: str | Path,
+    costs: Costs | None = None,
+    *,
+    memory_limit: Sequence[float] | None = None,
+    spans: Sequence[Sequence[Span]] | None = None,
+) -> None:
+    """Write a schedule, and if given: its costs, the limit of each stage, when each pass runs.
+
+    ``spans`` are `Timeline.spans`. ValueError if one of these is not for this schedule.
+    """
     data: dict[str, Any] = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -49,6 +89,14 @@ def save_schedule(schedule: Schedule, path: str | Path, costs: Costs | None = No
     if costs is not None:
         costs.require(schedule.placement)
         data["costs"] = costs.to_dict()
+    if memory_limit is not None:
+        limits = [None if limit == math.inf else float(limit) for limit in memory_limit]
+        _memory_limit(limits, schedule.num_stages)
+        data["memory_limit"] = limits
+    if spans is not None:
+        if [[span.what for span in row] for row in spans] != [*map(list, schedule.passes)]:
+            raise ValueError("the times are not those of the passes of this schedule")
+        data["times"] = [[[span.start, span.end] for span in row] for row in spans]
     _write(path, data)
 
 
@@ -62,14 +110,24 @@ def load_schedule(path: str | Path) -> Schedule:
 
 def load_schedule_and_costs(path: str | Path) -> tuple[Schedule, Costs | None]:
     """As `load_schedule`, with the costs in the file, if any."""
+    found = load_file(path)
+    return found.schedule, found.costs
+
+
+def load_file(path: str | Path) -> ScheduleFile:
+    """As `load_schedule`, with everything else in the file."""
     data = _read(path)
     try:
         schedule = _schedule(data)
-        if "costs" not in data:
-            return schedule, None
-        costs = Costs.from_dict(data["costs"])
-        costs.require(schedule.placement)
-        return schedule, costs
+        costs = limits = spans = None
+        if "costs" in data:
+            costs = Costs.from_dict(data["costs"])
+            costs.require(schedule.placement)
+        if "memory_limit" in data:
+            limits = _memory_limit(data["memory_limit"], schedule.num_stages)
+        if "times" in data:
+            spans = _spans(data["times"], schedule)
+        return ScheduleFile(schedule, costs, limits, spans)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -140,14 +198,57 @@ def _passes(value: object) -> tuple[tuple[Pass, ...], ...]:
     return tuple(rows)
 
 
+def _memory_limit(value: object, stages: int) -> tuple[float, ...]:
+    expected = f"field 'memory_limit': expected a number at least 0, or null, for {stages} stages"
+    if not isinstance(value, list) or len(value) != stages:
+        raise ValueError(f"{expected}, not {value!r:.80}")
+    for limit in value:
+        if limit is not None and not (_is_finite(limit) and limit >= 0):
+            raise ValueError(f"{expected}, not {limit!r} in {value!r:.80}")
+    return tuple(math.inf if limit is None else float(limit) for limit in value)
+
+
+def _spans(value: object, schedule: Schedule) -> tuple[tuple[Span, ...], ...]:
+    expected = "expected [[[start, end], ...], ...], a pair for each of a stage's passes"
+    if not isinstance(value, list) or len(value) != schedule.num_stages:
+        raise ValueError(f"field 'times': {expected}, not {value!r:.80}")
+    rows = []
+    for stage, (row, passes) in enumerate(zip(value, schedule.passes, strict=True)):
+        if not isinstance(row, list) or len(row) != len(passes):
+            raise ValueError(f"field 'times', stage {stage}: {expected}, not {row!r:.80}")
+        if wrong := [pair for pair in row if not _is_span(pair)]:
+            raise ValueError(f"field 'times', stage {stage}: {expected}, not {wrong[0]!r}")
+        rows.append(
+            tuple(
+                Span(what, float(start), float(end))
+                for what, (start, end) in zip(passes, row, strict=True)
+            )
+        )
+    return tuple(rows)
+
+
+def _is_span(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(map(_is_finite, value))
+        and value[0] <= value[1]
+    )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    text = Path(path).read_text(encoding="utf-8")
     try:
-        data = json.loads(text)
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file in UTF-8: {error}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(data, dict):
@@ -159,7 +260,7 @@ def _write(path: str | Path, data: dict[str, Any]) -> None:
     """A line a field and a line a stage's passes, so that two files can be compared by eye."""
     lines = []
     for key, value in data.items():
-        if key == "passes":
+        if key in {"passes", "times"}:
             text = "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
         else:
             text = json.dumps(value)

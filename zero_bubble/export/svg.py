@@ -10,7 +10,10 @@ from html import escape
 from zero_bubble.schedule import Kind
 from zero_bubble.simulate import Span, Timeline
 
-__all__ = ["draw", "draw_all"]
+__all__ = ["WIDTH", "draw", "draw_all"]
+
+WIDTH = 1100
+"""Of a picture, in pixels, if nothing else is asked for."""
 
 _LEFT, _RIGHT, _TOP = 78, 96, 14
 _TITLE, _ROW, _GAP, _BETWEEN = 34, 26, 4, 26
@@ -47,13 +50,13 @@ _STYLE = """
 """
 
 
-def draw(timeline: Timeline, *, title: str | None = None, width: int = 1100) -> str:
+def draw(timeline: Timeline, *, title: str | None = None, width: int = WIDTH) -> str:
     """The SVG of one timeline; see `draw_all`."""
     return draw_all([timeline], titles=None if title is None else [title], width=width)
 
 
 def draw_all(
-    timelines: Sequence[Timeline], *, titles: Sequence[str] | None = None, width: int = 1100
+    timelines: Sequence[Timeline], *, titles: Sequence[str] | None = None, width: int = WIDTH
 ) -> str:
     """The SVG of several timelines below each other, on one time scale.
 

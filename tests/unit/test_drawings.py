@@ -1,11 +1,8 @@
-"""Drawings show every pass where it runs; JSON files come back the same."""
+"""Drawings, as text and as SVG, show every pass where it runs."""
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.orders import all_forwards_first, random_costs, random_order
 from zero_bubble.builders import build
 from zero_bubble.costs import Costs
-from zero_bubble.export import json_io, svg, text
+from zero_bubble.export import svg, text
 from zero_bubble.placement import interleaved, linear, v_shape
 from zero_bubble.simulate import Timeline, simulate
 
@@ -121,73 +118,3 @@ def test_what_svg_refuses() -> None:
         svg.draw_all([unit_timeline("1f1b", 2, 2)], titles=["a", "b"])
     with pytest.raises(ValueError, match="at least 400 pixels, not 10"):
         svg.draw(unit_timeline("1f1b", 2, 2), width=10)
-
-
-@pytest.mark.parametrize("placement", [linear(3), v_shape(3), interleaved(2, 3)])
-def test_json_brings_the_same_schedule_back(tmp_path: Path, placement: Any) -> None:
-    schedule, costs = random_order(placement, 4, seed=5), random_costs(placement, 7)
-    path = tmp_path / "one.json"
-    json_io.save_schedule(schedule, path)
-    assert json_io.load_schedule_and_costs(path) == (schedule, None)
-    json_io.save_schedule(schedule, path, costs)
-    assert json_io.load_schedule(path) == schedule
-    assert json_io.load_costs(path) == costs
-    json_io.save_costs(costs, path)
-    assert json_io.load_costs(path) == costs
-
-
-def test_json_keeps_the_name(tmp_path: Path) -> None:
-    json_io.save_schedule(build("zb-h1", 2, 2), tmp_path / "one.json")
-    assert json_io.load_schedule(tmp_path / "one.json").name == "zb-h1"
-
-
-def test_costs_of_another_placement_are_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the costs are for stages"):
-        json_io.save_schedule(
-            build("zb-h1", 2, 2), tmp_path / "one.json", Costs.uniform(linear(3), 1, 1, 1)
-        )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": "x"}, "field 'format': expected 'zero-bubble schedule', not 'x'"),
-        ({"version": 9}, "field 'version': expected 1, not 9"),
-        ({"name": 3}, "field 'name': expected a string, not 3"),
-        ({"stages": 3}, "unknown field 'stages'; known: "),
-        ({"num_microbatches": 0}, "field 'num_microbatches': expected a number >= 1, not 0"),
-        ({"num_microbatches": True}, "field 'num_microbatches': expected a number >= 1, not True"),
-        ({"num_microbatches": "2"}, "field 'num_microbatches': expected a number >= 1, not '2'"),
-        ({"placement": [0, 1]}, "field 'placement': expected the model positions of each stage's"),
-        ({"placement": [[0], [2]]}, "field 'placement': a placement holds each position"),
-        ({"placement": None}, "field 'placement': expected the model positions"),
-        ({"passes": ["0F0"]}, "field 'passes': expected a string for each of 2 stages, not 1"),
-        ({"passes": [["0F0"], []]}, "field 'passes': expected a string for each stage"),
-        ({"passes": ["0F0", "0X0"]}, "field 'passes', stage 1: '0X0' is not a pass: expected"),
-        ({"costs": {}}, "costs: field 't_f' is missing"),
-    ],
-)
-def test_a_wrong_file_is_answered_with_file_field_and_what_is_expected(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    path = tmp_path / "one.json"
-    json_io.save_schedule(build("zb-h1", 2, 2), path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
-        json_io.load_schedule(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [("{", "not JSON: "), ("[]", "expected a JSON object, not list")]
-)
-def test_what_is_no_json_object(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "one.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
-        json_io.load_schedule(path)
-
-
-def test_a_schedule_without_costs_has_none_to_load(tmp_path: Path) -> None:
-    json_io.save_schedule(build("zb-h1", 2, 2), tmp_path / "one.json")
-    with pytest.raises(ValueError, match=r"one\.json: field 'costs' is missing"):
-        json_io.load_costs(tmp_path / "one.json")

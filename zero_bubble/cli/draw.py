@@ -1,0 +1,52 @@
+"""``zero-bubble draw``: schedules as text, or as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zero_bubble.builders import BUILDERS
+from zero_bubble.cli.common import Commands, add_chunks, add_command, add_costs, add_size
+from zero_bubble.cli.drawing import add_drawing, drawing
+from zero_bubble.cli.sources import source_of
+from zero_bubble.export import svg
+
+__all__ = ["add", "run"]
+
+
+def add(commands: Commands) -> None:
+    names = ", ".join(BUILDERS)
+    parser = add_command(
+        commands,
+        "draw",
+        run,
+        summary="draw schedules as text, or as a picture",
+        description="Rows are stages, time goes right, dots are idle. F3, B3, W3: forward, input\n"
+        "gradient and weight gradient of microbatch 3; BW3: a fused backward. Time is\n"
+        "to scale, a label that does not fit is cut.",
+        examples="""
+            zero-bubble draw 1f1b zb-h2 --stages 4 --microbatches 8
+            zero-bubble draw zb-h1.json --width 160
+            zero-bubble draw 1f1b zb-h2 --stages 4 --microbatches 8 --svg both.svg --width 1600
+        """,
+    )
+    parser.add_argument(
+        "what", nargs="+", metavar="NAME|FILE", help=f"{names}, or a .json or .csv file"
+    )
+    add_size(parser, required=False)
+    add_chunks(parser)
+    add_costs(parser)
+    add_drawing(parser, picture=True)
+    parser.add_argument("--svg", metavar="FILE.svg", help="write a picture instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    timelines = [source_of(what, arguments).timeline() for what in arguments.what]
+    if arguments.svg is not None:
+        picture = svg.draw_all(
+            timelines, width=svg.WIDTH if arguments.width is None else arguments.width
+        )
+        Path(arguments.svg).write_text(picture, encoding="utf-8")
+        return 0
+    print("\n\n".join(drawing(timeline, arguments) for timeline in timelines))
+    return 0

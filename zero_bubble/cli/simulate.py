@@ -1,0 +1,106 @@
+"""``zero-bubble simulate``: what schedules cost when the times of their passes vary."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from zero_bubble.builders import BUILDERS
+from zero_bubble.cli.common import (
+    Commands,
+    UsageError,
+    add_chunks,
+    add_command,
+    add_costs,
+    add_size,
+)
+from zero_bubble.cli.sources import source_of
+
+__all__ = ["add", "run"]
+
+_HEADER = ("schedule", "without noise ms", "mean ms", "95 % below ms", "bubble rate")
+
+
+def add(commands: Commands) -> None:
+    names = ", ".join(BUILDERS)
+    parser = add_command(
+        commands,
+        "simulate",
+        run,
+        summary="what schedules cost when the times of their passes vary",
+        description="Runs each schedule's fixed order many times, with other times of passes and\n"
+        "messages in each repeat; all schedules meet the same noise. The bubble rate is\n"
+        "the mean over the repeats, measured against what the busiest stage computes.",
+        examples="""
+            zero-bubble simulate 1f1b --stages 4 --microbatches 8
+            zero-bubble simulate zb-h1 1f1b --stages 8 --microbatches 24 --jitter 0.1
+            zero-bubble simulate zb-h2 zb-h1 --stages 8 --microbatches 24 --drift 3:1.1 --seed 7
+        """,
+    )
+    parser.add_argument(
+        "what", nargs="+", metavar="NAME|FILE", help=f"{names}, or a .json or .csv file"
+    )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="standard deviation of the times, of their mean (0.05)",
+    )
+    parser.add_argument(
+        "--drift", metavar="STAGE:FACTOR", help="a slower stage: 3:1.1 is stage 3, 10 %% slower"
+    )
+    parser.add_argument("--repeats", type=int, default=100, metavar="N", help="how often (100)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the noise (0)")
+    add_size(parser, required=False)
+    add_chunks(parser)
+    add_costs(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # The other commands should not wait until a compiler is loaded.
+    from zero_bubble.jitter import jittered
+
+    drift = None if arguments.drift is None else _drift(arguments.drift)
+    results = []
+    for source in [source_of(what, arguments) for what in arguments.what]:
+        results.append(
+            jittered(
+                source.schedule,
+                source.costs,
+                sigma=arguments.jitter,
+                drift=drift,
+                repeats=arguments.repeats,
+                seed=arguments.seed,
+            )
+        )
+    rows = [
+        (
+            one.schedule.name,
+            f"{one.cost:.6g}",
+            f"{one.mean:.6g}",
+            f"{one.p95:.6g}",
+            f"{one.bubble_rate:.2%}",
+        )
+        for one in results
+    ]
+    widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
+    for name, *figures in (_HEADER, *rows):
+        cells = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
+        print("  ".join((name.ljust(widths[0]), *cells)))
+    first, *others = results
+    for other in others:
+        print(
+            f"{first.schedule.name} beats {other.schedule.name} in {first.beats(other):.0%} of "
+            f"{arguments.repeats} repeats"
+        )
+    return 0
+
+
+def _drift(text: str) -> tuple[int, float]:
+    match = re.fullmatch(r"(\d+):(\d+\.?\d*|\.\d+)", text)
+    if match is None:
+        raise UsageError(
+            f"--drift {text}: expected STAGE:FACTOR, such as 3:1.1 for stage 3, 10 % slower"
+        )
+    return int(match[1]), float(match[2])

@@ -1,0 +1,343 @@
+"""The best schedule that the effort allows, for any placement, times and memory limits."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from zero_bubble.builders import zb_h1, zb_h2
+from zero_bubble.jitter import mean_cost
+from zero_bubble.noise import Noise
+from zero_bubble.placement import linear
+from zero_bubble.search.bounds import lower_bound
+from zero_bubble.search.descent import FAILED, assess, descend, sweep
+from zero_bubble.search.families import Start, starts
+from zero_bubble.search.orders import decode, encode, evaluate, run_rows
+from zero_bubble.search.paper import paper_method
+from zero_bubble.search.polish import polish
+from zero_bubble.search.problem import Floats, Ints, Problem
+from zero_bubble.search.solution import Solution
+from zero_bubble.search.squeeze import Knobs
+from zero_bubble.search.stretch import stretch
+
+__all__ = ["EFFORTS", "Effort", "Progress", "auto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much a search tries. Counted in work, not in seconds, so that results repeat."""
+
+    sweep: float
+    """Passes squeezed while templates are compared, in millions."""
+    descent: float
+    """Passes squeezed while lags and knobs are improved, in millions."""
+    descents: int
+    """Templates that are improved."""
+    finalists: int
+    """Orders that are polished."""
+    polish: float
+    """Passes timed again while single passes are moved, in millions."""
+
+
+EFFORTS = {
+    "quick": Effort(sweep=1.5, descent=1.5, descents=4, finalists=4, polish=6.0),
+    "normal": Effort(sweep=5.0, descent=8.0, descents=8, finalists=8, polish=60.0),
+    "thorough": Effort(sweep=30.0, descent=80.0, descents=24, finalists=24, polish=1200.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a search is."""
+
+    step: str
+    cost: float
+    """Best so far, in ms; infinite before the first."""
+    bound: float
+    """No schedule costs less, in ms."""
+
+
+def auto(
+    problem: Problem,
+    *,
+    effort: str = "normal",
+    jitter: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """The schedule of least cost that the search finds, with its distance from the best bound.
+
+    Works on few microbatches first: templates (`zero_bubble.search.families`) are squeezed, the
+    best improved by descent, and the best orders polished pass by pass. The steady state is then
+    repeated for all microbatches. The paper's own heuristic (section 3.1) and the handcrafted
+    schedules are candidates where they fit.
+
+    With ``jitter``, a relative standard deviation of the passes' times, the best few are compared
+    by their mean cost under seeded noise of that size. Deterministic: the same problem and effort
+    give the same schedule on any machine. F's, B's and W's of a chunk ascend by microbatch, so that
+    it is bit-identical to 1F1B. ValueError for an unknown effort or a negative jitter.
+    """
+    if effort not in EFFORTS:
+        raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}")
+    if jitter is not None and not 0 <= jitter < math.inf:
+        raise ValueError(f"jitter must be a relative standard deviation such as 0.05, not {jitter}")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        search = _Search(problem, EFFORTS[effort], pool, progress or _silent)
+        orders = search.run()
+    best = orders[0] if jitter is None else _steadiest(problem, orders, jitter)
+    schedule = decode(problem, best.rows, "auto")
+    return Solution(schedule, best.cost, min(search.bound, best.cost), best.how)
+
+
+def _silent(_: Progress) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A template with knobs, and what it costs on few microbatches."""
+
+    start: Start
+    knobs: Floats
+    cost: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """A complete order, timed."""
+
+    rows: Ints
+    cost: float
+    how: str
+
+
+_SEEDS = tuple(
+    Knobs(patience, gap, lead, spare, hold, patience, gap, lead, 0.0)
+    for patience, gap, lead, spare, hold in (
+        (0.5, 0.6, 1e9, 0.0, 1e9),
+        (0.0, 0.3, 1e9, 99.0, 1e9),
+        (1.0, 1.0, 0.0, 0.0, 1e9),
+        (0.5, 0.01, 0.0, 1.0, 1e9),
+        (0.0, 0.01, 1e9, 0.8, 1e9),
+        (0.5, 0.6, 1.0, 0.0, 1e9),
+        (0.75, 0.6, 1e9, 0.0, 1e9),
+        (0.25, 0.01, 1e9, 0.0, 1e9),
+        (0.5, 0.6, 4.0, 0.0, 1e9),
+        (0.5, 0.6, 0.0, 0.0, 0.0),
+        (0.0, 0.01, 1e9, 1.0, 0.0),
+        (0.0, 0.3, 1e9, 99.0, 0.0),
+        (0.0, 1.0, 1e9, 99.0, 0.0),
+        (0.0, 0.6, 0.0, 0.0, 0.0),
+        (0.5, 1.0, 0.0, 0.0, 1.0),
+    )
+)
+# (late acceptance's history, longest move, seed) of the rounds of polishing.
+_ROUNDS = ((1, 6, 1), (50, 12, 2), (300, 6, 3), (1, 12, 4), (1000, 20, 5), (300, 6, 6))
+
+
+class _Search:
+    """One search: the problem, its little brother with few microbatches, and the best orders."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        effort: Effort,
+        pool: ThreadPoolExecutor,
+        progress: Callable[[Progress], None],
+    ) -> None:
+        self.problem = problem
+        self.effort = effort
+        self.pool = pool
+        self.progress = progress
+        self.bound = lower_bound(problem).cost
+        # Enough for warm-up, cool-down, and a steady state between them.
+        few = min(problem.num_microbatches, 3 * problem.num_stages)
+        self.small = replace(problem, num_microbatches=few)
+        self.small_bound = lower_bound(self.small).cost
+        self.arrays = problem.arrays()
+        self.chunks = self.arrays.held.shape[1]
+        self.best = math.inf
+
+    def run(self) -> list[_Order]:
+        """Orders of all microbatches, best first."""
+        few = self.small.num_microbatches
+        given = self._given(self.small)
+        candidates: list[_Candidate] = []
+        if not self._met(given, self.small_bound):
+            candidates = self._descend(self._sweep())
+        orders = _sorted([*given, *self._squeezed(candidates[: self.effort.finalists], few)])
+        orders = self._polish(self.small, orders, self.small_bound)
+        if few < self.problem.num_microbatches:
+            orders = self._lengthened(orders, candidates)
+        return orders
+
+    def _lengthened(
+        self, orders: Sequence[_Order], candidates: Sequence[_Candidate]
+    ) -> list[_Order]:
+        """From few microbatches to all of them."""
+        self._tell("all microbatches")
+        few, many = self.small.num_microbatches, self.problem.num_microbatches
+
+        def longer(order: _Order) -> _Order | None:
+            found = stretch(self.arrays, few, order.rows, many)
+            return None if found is None else _Order(found[1], found[0], order.how)
+
+        most = max(3, self.effort.finalists // 2)
+        found = _sorted(one for one in self.pool.map(longer, orders[:most]) if one is not None)
+        if self._met(found, self.bound):
+            return found
+        found = _sorted(
+            [*found, *self._given(self.problem), *self._squeezed(candidates[:most], many)]
+        )
+        if self._met(found, self.bound):
+            return found
+        return self._polish(self.problem, found[:most], self.bound)
+
+    def _tell(self, step: str) -> None:
+        self.progress(Progress(step, self.best, self.bound))
+
+    def _met(self, orders: Sequence[_Order], bound: float) -> bool:
+        return bool(orders) and orders[0].cost <= bound * (1 + 1e-9)
+
+    def _passes(self, microbatches: int) -> int:
+        return 3 * self.problem.placement.num_positions * microbatches
+
+    def _rows(self, microbatches: int) -> Ints:
+        return np.empty((self.problem.num_stages, 3 * self.chunks * microbatches), np.int64)
+
+    def _given(self, problem: Problem) -> list[_Order]:
+        """What is known without a search, where it fits the limits; best first."""
+        if problem.placement != linear(problem.num_stages):
+            return []
+        schedules = [
+            build(problem.num_stages, problem.num_microbatches) for build in (zb_h1, zb_h2)
+        ]
+        with suppress(ValueError):  # Limits can be below what it can work with.
+            schedules.append(paper_method(problem).schedule)
+        found = []
+        for schedule in schedules:
+            rows = encode(schedule)
+            result = evaluate(self.arrays, problem.num_microbatches, rows)
+            if np.all(result.peak <= self.arrays.limit * (1 + 1e-9)):
+                found.append(_Order(rows, result.cost, schedule.name))
+        return _sorted(found)
+
+    def _sweep(self) -> list[_Candidate]:
+        """All templates under a few settings of the knobs, best first."""
+        self._tell("templates")
+        few = self.small.num_microbatches
+        found = starts(self.problem)
+        allowed = int(self.effort.sweep * 1e6 / self._passes(few) / len(found))
+        seeds = np.array(_SEEDS[: max(2, allowed)], dtype=np.float64)
+
+        def tried(start: Start) -> list[_Candidate]:
+            costs = np.empty(len(seeds))
+            base = start.family.base(self.chunks, few)
+            sweep(self.arrays, base, start.lags, seeds, costs, self._rows(few))
+            return [
+                _Candidate(start, knobs, float(cost))
+                for knobs, cost in zip(seeds, costs, strict=True)
+                if cost < FAILED
+            ]
+
+        candidates = [one for many in self.pool.map(tried, found) for one in many]
+        return sorted(candidates, key=lambda one: one.cost)
+
+    def _descend(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+        """The best candidate of each of the best templates, improved; then all, best first."""
+        self._tell("lags and knobs")
+        few = self.small.num_microbatches
+        best_of = {id(one.start): one for one in reversed(candidates)}
+        chosen = sorted(best_of.values(), key=lambda one: one.cost)[: self.effort.descents]
+        squeezes = self.effort.descent * 1e6 / self._passes(few)
+        budget = max(20, int(squeezes / max(1, len(chosen))))
+
+        def improved(candidate: _Candidate) -> _Candidate:
+            family = candidate.start.family
+            lags, knobs = candidate.start.lags.copy(), candidate.knobs.copy()
+            cost = descend(
+                self.arrays,
+                family.base(self.chunks, few),
+                lags,
+                knobs,
+                family.row_sets,
+                family.step,
+                family.falling,
+                self.small_bound,
+                budget,
+                self._rows(few),
+            )
+            return _Candidate(Start(family, lags), knobs, cost)
+
+        better = list(self.pool.map(improved, chosen))
+        return sorted([*better, *candidates], key=lambda one: one.cost)
+
+    def _squeezed(self, candidates: Sequence[_Candidate], microbatches: int) -> list[_Order]:
+        """The orders of candidates, with every pass as early as its order allows."""
+
+        def squeezed(candidate: _Candidate) -> _Order | None:
+            rows = self._rows(microbatches)
+            family = candidate.start.family
+            base = family.base(self.chunks, microbatches)
+            if assess(self.arrays, base, candidate.start.lags, candidate.knobs, rows) >= FAILED:
+                return None
+            codes = self._passes(microbatches)
+            cost = run_rows(self.arrays, microbatches, rows, np.empty(codes), np.empty(codes))
+            return _Order(rows, cost, family.name)
+
+        return [one for one in self.pool.map(squeezed, candidates) if one is not None]
+
+    def _polish(self, problem: Problem, orders: Sequence[_Order], bound: float) -> list[_Order]:
+        """Rounds of polishing; after each, the better half goes on."""
+        microbatches = problem.num_microbatches
+        orders = orders[: self.effort.finalists]
+        going = list(orders)
+        done = list[_Order]()
+        work = self.effort.polish * 1e6 / self._passes(microbatches) / len(_ROUNDS)
+        for history, step, seed in _ROUNDS:
+            if self._met([*going, *done][:1], bound):
+                break
+            self._note(problem, going)
+            self._tell("polish")
+            settings = (int(work / len(going)), history, step, seed, bound)
+            polished = partial(self._polished, microbatches, settings)
+            going = _sorted(self.pool.map(polished, going))
+            done += going[(len(going) + 1) // 2 :]
+            going = going[: (len(going) + 1) // 2]
+        found = _sorted([*going, *done])
+        self._note(problem, found)
+        return found
+
+    def _polished(
+        self, microbatches: int, settings: tuple[int, int, int, int, float], order: _Order
+    ) -> _Order:
+        rows = order.rows.copy()
+        cost = polish(self.arrays, microbatches, rows, *settings)
+        return _Order(rows, cost, order.how)
+
+    def _note(self, problem: Problem, orders: Sequence[_Order]) -> None:
+        if problem is self.problem or problem.num_microbatches == self.problem.num_microbatches:
+            self.best = min(self.best, orders[0].cost)
+
+
+def _sorted(orders: Iterable[_Order]) -> list[_Order]:
+    """Best first, each order once."""
+    found = dict[bytes, _Order]()
+    for one in orders:
+        found.setdefault(one.rows.tobytes(), one)
+    return sorted(found.values(), key=lambda one: one.cost)
+
+
+def _steadiest(problem: Problem, orders: Sequence[_Order], jitter: float) -> _Order:
+    """The order of least mean cost when times vary, among those about as good as the best."""
+    near = [one for one in orders if one.cost <= orders[0].cost * (1 + jitter)]
+    noise = Noise(problem.placement, problem.num_microbatches, sigma=jitter, seed=0)
+    factors = noise.table(20)
+    arrays, many = problem.arrays(), problem.num_microbatches
+    return min(near, key=lambda one: mean_cost(arrays, many, one.rows, factors))

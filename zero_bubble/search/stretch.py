@@ -1,0 +1,95 @@
+"""From a schedule for few microbatches to one for many: its steady state, repeated."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zero_bubble.search.orders import peak_memory, run_rows
+from zero_bubble.search.problem import Arrays, Ints
+
+__all__ = ["stretch"]
+
+_LONGEST_BLOCK = 8
+_TRIED = 12
+
+
+def stretch(arrays: Arrays, few: int, rows: Ints, many: int) -> tuple[float, Ints] | None:
+    """The cheapest way to repeat part of the order for ``few`` microbatches until it has ``many``.
+
+    A block is what every stage runs between the first chunk's F's of two microbatches. If it holds
+    as many passes of each kind and chunk as microbatches, what is in flight at its end is what was
+    at its beginning, shifted, and it can be repeated; where it does not quite, passes are dropped
+    or added. Warm-up and cool-down stay as they are, so that the bubble, in ms, is that of the few
+    if the block has none. ``rows`` must run microbatches in order. None if no block can be repeated
+    within the memory limits; else the cost in ms and the rows.
+    """
+    best: tuple[float, Ints] | None = None
+    for first, length in _blocks(arrays, few, rows, many):
+        longer = _repeat(arrays, few, rows, many, first, length)
+        peak = np.empty(len(longer))
+        peak_memory(arrays, many, longer, peak)
+        if np.any(peak > arrays.limit * (1 + 1e-9)):
+            continue
+        codes = 3 * len(arrays.stage) * many
+        cost = run_rows(arrays, many, longer, np.empty(codes), np.empty(codes))
+        if cost >= 0 and (best is None or cost < best[0]):
+            best = cost, longer
+    return best
+
+
+def _blocks(arrays: Arrays, few: int, rows: Ints, many: int) -> list[tuple[int, int]]:
+    """(first microbatch, length) of blocks that need few changes, best first."""
+    positions = len(arrays.stage)
+    counts = []
+    for stage, row in enumerate(rows):
+        of_type = row[row >= 0] // few
+        held = arrays.held[stage][arrays.held[stage] >= 0]
+        types = [kind * positions + position for kind in range(3) for position in held]
+        before = np.stack([np.concatenate([[0], np.cumsum(of_type == one)]) for one in types])
+        counts.append(before[:, _cuts(arrays, few, row, stage)])
+    # before[type, k]: passes of a stage's type before the first chunk's F of microbatch k.
+    before = np.concatenate(counts)
+    found = []
+    for length in range(1, min(_LONGEST_BLOCK, few - 1) + 1):
+        if (many - few) % length == 0:
+            within = before[:, length:] - before[:, :-length]
+            changes = np.abs(within - length).sum(axis=0)
+            for first in range(within.shape[1]):
+                off_centre = abs(2 * first + length - few)
+                found.append((int(changes[first]) / length, length, off_centre, first))
+    return [(first, length) for _, length, _, first in sorted(found)[:_TRIED]]
+
+
+def _cuts(arrays: Arrays, few: int, row: Ints, stage: int) -> Ints:
+    """Where in the row the first chunk's F of each microbatch stands."""
+    first = arrays.held[stage, 0] * few
+    where = np.flatnonzero((row >= first) & (row < first + few))
+    return where[np.argsort(row[where])]
+
+
+def _repeat(arrays: Arrays, few: int, rows: Ints, many: int, first: int, length: int) -> Ints:
+    times = (many - few) // length
+    longer = np.full((len(rows), rows.shape[1] + 3 * arrays.held.shape[1] * (many - few)), -1)
+    for stage, row in enumerate(rows):
+        codes = row[row >= 0]
+        cuts = _cuts(arrays, few, row, stage)
+        end = cuts[first + length]
+        block = _complete(codes[cuts[first] : end] // few, np.unique(codes // few), length)
+        types = np.concatenate([codes[:end] // few, np.tile(block, times), codes[end:] // few])
+        # Microbatches of each type ascend.
+        stretched = np.empty_like(types)
+        for one in np.unique(types):
+            stretched[types == one] = one * many + np.arange(many)
+        longer[stage, : len(stretched)] = stretched
+    return longer
+
+
+def _complete(block: Ints, types: Ints, length: int) -> Ints:
+    """The block with each type exactly ``length`` times: surplus dropped, missing ones last."""
+    kept = np.ones(len(block), np.bool_)
+    missing = []
+    for one in types:
+        where = np.flatnonzero(block == one)
+        kept[where[length:]] = False
+        missing += [one] * (length - len(where))
+    return np.concatenate([block[kept], np.array(missing, dtype=block.dtype)])
