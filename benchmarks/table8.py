@@ -58,7 +58,7 @@ def main() -> int:
 def problem_of(profile: PaperProfile, name: str) -> Problem:
     """The profile under a memory limit; M_B of a stage is 1, of a chunk 1/2."""
     stages = profile.stages
-    limit = {"p/2+1": stages / 2 + 0.5, "1.25p": 1.25 * stages, "0.375p": 0.375 * stages}.get(
+    limit = {"p/2+1": stages / 2 + 1, "1.25p": 1.25 * stages, "0.375p": 0.375 * stages}.get(
         name, float(stages)
     )
     problem = Problem.of(v_shape(stages), profile.costs, profile.microbatches, limit)

@@ -9,10 +9,13 @@ from zero_bubble.builders.builder import Builder
 from zero_bubble.builders.gpipe import gpipe
 from zero_bubble.builders.interleaved import interleaved_1f1b
 from zero_bubble.builders.one_f_one_b import one_f_one_b
+from zero_bubble.builders.v_half import v_half
+from zero_bubble.builders.v_min import v_min
 from zero_bubble.builders.zb_h1 import zb_h1
 from zero_bubble.builders.zb_h2 import zb_h2
+from zero_bubble.builders.zb_v import zb_v
 from zero_bubble.costs import Costs
-from zero_bubble.placement import interleaved
+from zero_bubble.placement import interleaved, v_shape
 from zero_bubble.schedule import Schedule
 
 __all__ = [
@@ -23,8 +26,11 @@ __all__ = [
     "gpipe",
     "interleaved_1f1b",
     "one_f_one_b",
+    "v_half",
+    "v_min",
     "zb_h1",
     "zb_h2",
+    "zb_v",
 ]
 
 BUILDERS: Mapping[str, Builder] = MappingProxyType(
@@ -34,6 +40,9 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
         "interleaved": Builder(interleaved_1f1b, interleaved, default_chunks=2),
         "zb-h1": Builder(zb_h1),
         "zb-h2": Builder(zb_h2),
+        "zb-v": Builder(zb_v, v_shape, takes_costs=True),
+        "v-half": Builder(v_half, v_shape, takes_costs=True),
+        "v-min": Builder(v_min, v_shape, takes_costs=True),
     }
 )
 """The builders by the name that the command line uses."""

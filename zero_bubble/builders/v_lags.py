@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from zero_bubble.costs import Costs, Table
-from zero_bubble.placement import v_shape
+import math
+from dataclasses import replace
+
+from zero_bubble.costs import Costs
+from zero_bubble.placement import Placement, v_shape
 from zero_bubble.schedule import Schedule
 
 __all__ = ["v_lagged"]
@@ -37,15 +40,17 @@ def v_lagged(
     - F of its first chunk at period j, of its second h + 1/2 later,
     - B of its second chunk turn after the first F, of its first turn + h + 1/2 after it.
 
-    F's and B's of different microbatches then take different sub-periods, and each chunk is in
-    flight for as many as every other stage's two together: about 2 turn / period chunks a stage.
+    On every stage the two chunks are in flight for 2 turn sub-periods together, so that about
+    2 turn / period chunks are at once. For period 2 the first chunk's F's and the second's B's take
+    turns, and so do the other two: where F and B take equally long, both tile the time.
 
-    The squeeze then runs the template against the clock of the costs (equal times if None), lets
-    passes run ahead where memory allows, and fills gaps with W's. Memory counts chunks here,
-    whatever their M_B: one each from F to B, and M_W/M_B until W (one without costs). A few
-    settings of the squeeze are tried; the cheapest order is the result.
+    The squeeze then runs the template against the clock, lets passes run ahead where memory
+    allows, and fills gaps with W's. Memory counts chunks here, whatever their M_B: one each from F
+    to B, and M_W/M_B until W. The result is the cheapest of a few orders, which differ in settings
+    of the squeeze and in its clock: that of the costs, or equal times with M_W = M_B. Without costs
+    there are only the latter.
 
-    The squeeze is compiled: a first use on a machine takes some seconds, the first of a process
+    The squeeze is compiled: a first use on a machine takes about ten seconds, that of a process
     about half a second, later ones milliseconds. ValueError for less than one stage or microbatch,
     or costs of another placement.
     """
@@ -54,55 +59,52 @@ def v_lagged(
     # Who builds other schedules should not wait until a compiler is loaded.
     import numpy as np
 
-    from zero_bubble.search.orders import decode
+    from zero_bubble.search.orders import decode, evaluate
     from zero_bubble.search.problem import Problem
     from zero_bubble.search.squeeze import Knobs, squeeze, template
 
     placement = v_shape(stages)
-    if costs is None:
-        costs = Costs.uniform(placement, 1, 1, 1)
-    costs.require(placement)
-    problem = Problem.of(placement, _counting_chunks(costs), microbatches, 2 * in_flight)
-    arrays = problem.arrays()
+    equal = Costs.uniform(placement, 1, 1, 1)
+    clocks = [equal] if costs is None else [_counting_chunks(costs, placement), equal]
+    problems = [Problem.of(placement, one, microbatches, 2 * in_flight) for one in clocks]
+    true_times = problems[0].arrays()
     ahead = lag * (stages - 1 - np.arange(stages, dtype=np.float64))
     turn = lag * (stages - 1) + 1
     turn += turn % period == 0
     zero = np.zeros(stages)
     lags = np.stack([zero, ahead + 0.5, turn + ahead + 0.5, zero + turn], axis=1)
-    order = template(arrays, lags[:, :, None] + period * np.arange(microbatches))
-    if order is None:
-        raise ValueError(f"{name}: the template does not fit {in_flight} microbatches a stage")
-    best = np.inf
-    kept = rows = np.empty((stages, 6 * microbatches), np.int64)
-    for patience, gap, lead, spare, hold in _KNOBS:
-        rows = np.empty_like(rows)
-        knobs = Knobs(patience, gap, lead, spare, hold, patience, gap, lead)
-        cost = squeeze(arrays, microbatches, order, knobs, rows)
-        # By more than rounding, so that the result is the same on any machine.
-        if 0 <= cost < best * (1 - 1e-9):
-            best, kept = cost, rows
-    if best == np.inf:
+    keys = lags[:, :, None] + period * np.arange(microbatches, dtype=np.float64)
+    least, best = math.inf, None
+    for problem in problems:
+        arrays = problem.arrays()
+        order = template(arrays, keys)
+        if order is None:
+            break
+        for patience, gap, lead, spare, hold in _KNOBS:
+            rows = np.empty((stages, 6 * microbatches), np.int64)
+            knobs = Knobs(patience, gap, lead, spare, hold, patience, gap, lead)
+            if squeeze(arrays, microbatches, order, knobs, rows) < 0:
+                continue
+            cost = evaluate(true_times, microbatches, rows).cost
+            # By more than rounding, so that the result is the same on any machine.
+            if 0 <= cost < least * (1 - 1e-9):
+                least, best = cost, rows
+    if best is None:
         raise ValueError(f"{name}: no order fits {in_flight} microbatches a stage")
-    return decode(problem, kept, name)
+    return decode(problems[0], best, name)
 
 
-def _counting_chunks(costs: Costs) -> Costs:
+def _counting_chunks(costs: Costs, placement: Placement) -> Costs:
     """The same times, with memory in chunks."""
+    costs.require(placement)
 
     def share(stage: int, chunk: int) -> float:
         whole = costs.m_b[stage][chunk]
         return costs.m_w[stage][chunk] / whole if whole else 1.0
 
-    kept: Table = tuple(
-        tuple(share(stage, chunk) for chunk in range(count))
-        for stage, count in enumerate(costs.shape)
-    )
-    return Costs(
-        t_f=costs.t_f,
-        t_b=costs.t_b,
-        t_w=costs.t_w,
+    counts = enumerate(costs.shape)
+    return replace(
+        costs,
         m_b=tuple((1.0,) * count for count in costs.shape),
-        m_w=kept,
-        t_comm=costs.t_comm,
-        t_edges=costs.t_edges,
+        m_w=tuple(tuple(share(stage, one) for one in range(count)) for stage, count in counts),
     )

@@ -11,7 +11,17 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from zero_bubble.cli import check, compare, draw, export, schedule, simulate
+from zero_bubble.cli import (
+    bound,
+    check,
+    compare,
+    curve,
+    draw,
+    export,
+    partition,
+    schedule,
+    simulate,
+)
 from zero_bubble.cli.common import Commands, Parser
 
 __all__ = ["main"]
@@ -21,7 +31,17 @@ class _Command(Protocol):
     def add(self, commands: Commands, /) -> None: ...
 
 
-_COMMANDS: tuple[_Command, ...] = (schedule, compare, check, draw, simulate, export)
+_COMMANDS: tuple[_Command, ...] = (
+    schedule,
+    bound,
+    curve,
+    partition,
+    compare,
+    check,
+    draw,
+    simulate,
+    export,
+)
 """In the order of ``zero-bubble --help``."""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 
 from zero_bubble.builders import BUILDERS
 from zero_bubble.cli.common import (
@@ -14,12 +16,17 @@ from zero_bubble.cli.common import (
     add_command,
     add_costs,
     add_size,
+    costs_of,
 )
 from zero_bubble.cli.sources import build_named
 from zero_bubble.compare import comparison
+from zero_bubble.placement import linear, v_shape
 from zero_bubble.simulate import Timeline, simulate
 
 __all__ = ["add", "run"]
+
+_SEARCHES = (("auto 1p", linear, 1), ("auto 2p", linear, 2), ("auto v 1p", v_shape, 1))
+"""Name, placement, and memory limit in units of p M_B."""
 
 
 def add(commands: Commands) -> None:
@@ -32,9 +39,15 @@ def add(commands: Commands) -> None:
             zero-bubble compare --stages 4 --microbatches 8
             zero-bubble compare --stages 8 --microbatches 24 --t-f 18.5 --t-b 18.1 --t-w 9.3
             zero-bubble compare --stages 4 --microbatches 8 --costs costs.json
+            zero-bubble compare --stages 4 --microbatches 8 --t-comm 0.1 --auto
         """,
     )
     add_size(parser)
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="also search (effort quick): one chunk a stage at 1p and 2p, V at 1p",
+    )
     add_chunks(parser)
     add_costs(parser)
 
@@ -52,9 +65,28 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         except ValueError as error:
             refused[name] = error
+    if arguments.auto:
+        timelines += _found(arguments, refused)
     if not timelines:
         raise next(iter(refused.values()))
     print(comparison(timelines))
     for name, reason in refused.items():
         print(f"zero-bubble: {name} is left out: {reason}", file=sys.stderr)
     return 0
+
+
+def _found(arguments: argparse.Namespace, refused: dict[str, ValueError]) -> Iterator[Timeline]:
+    """What the search finds; what it cannot do goes to ``refused``."""
+    from zero_bubble.search.auto import auto
+    from zero_bubble.search.problem import Problem
+
+    for name, arrange, factor in _SEARCHES:
+        try:
+            placement = arrange(arguments.stages)
+            costs = costs_of(arguments, placement)
+            limits = [factor * placement.num_stages * sum(row) for row in costs.m_b]
+            problem = Problem.of(placement, costs, arguments.microbatches, limits)
+            schedule = auto(problem, effort="quick").schedule
+            yield simulate(replace(schedule, name=name), costs)
+        except ValueError as error:
+            refused[name] = error

@@ -8,7 +8,7 @@ import sys
 from zero_bubble.export import text
 from zero_bubble.simulate import Timeline
 
-__all__ = ["add_drawing", "drawing"]
+__all__ = ["add_drawing", "drawing", "figures"]
 
 
 def add_drawing(parser: argparse.ArgumentParser, *, picture: bool = False) -> None:
@@ -21,9 +21,13 @@ def add_drawing(parser: argparse.ArgumentParser, *, picture: bool = False) -> No
 def drawing(timeline: Timeline, arguments: argparse.Namespace) -> str:
     """A line of figures, then the timeline as text."""
     colour = arguments.colour == "always" or (arguments.colour == "auto" and sys.stdout.isatty())
+    return figures(timeline) + "\n" + text.draw(timeline, width=arguments.width, colour=colour)
+
+
+def figures(timeline: Timeline) -> str:
+    """The schedule's name, cost, bubble rate, and the peak memory of each stage: one line."""
     memory = ", ".join(f"{one:.4g}" for one in timeline.peak_memory)
     return (
         f"{timeline.schedule.name}: cost {timeline.cost:.6g} ms, bubble rate "
-        f"{timeline.bubble_rate:.2%}, peak memory {memory}\n"
-        + text.draw(timeline, width=arguments.width, colour=colour)
+        f"{timeline.bubble_rate:.2%}, peak memory {memory}"
     )

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from zero_bubble.builders import zb_h1, zb_h2
+from zero_bubble.costs import Table
 from zero_bubble.jitter import mean_cost
 from zero_bubble.noise import Noise
 from zero_bubble.placement import linear
@@ -87,16 +88,47 @@ def auto(
         raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}")
     if jitter is not None and not 0 <= jitter < math.inf:
         raise ValueError(f"jitter must be a relative standard deviation such as 0.05, not {jitter}")
+    bound = lower_bound(problem).cost
+    whole, scale = _in_ticks(problem)
+
+    def tell(step: str, cost: float) -> None:
+        if progress is not None:
+            progress(Progress(step, cost / scale, bound))
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        search = _Search(problem, EFFORTS[effort], pool, progress or _silent)
-        orders = search.run()
+        found = _Search(whole, EFFORTS[effort], pool, tell).run()
+    arrays, many = problem.arrays(), problem.num_microbatches
+    orders = _sorted(
+        _Order(one.rows, evaluate(arrays, many, one.rows).cost, one.how) for one in found
+    )
     best = orders[0] if jitter is None else _steadiest(problem, orders, jitter)
     schedule = decode(problem, best.rows, "auto")
-    return Solution(schedule, best.cost, min(search.bound, best.cost), best.how)
+    return Solution(schedule, best.cost, min(bound, best.cost), best.how)
 
 
-def _silent(_: Progress) -> None:
-    pass
+def _in_ticks(problem: Problem) -> tuple[Problem, float]:
+    """The problem with times rounded to whole ticks, and how many ticks a ms has.
+
+    Sums of whole numbers are exact: whether a gap is as long as a W does not depend on rounding.
+    Ticks are a power of ten of a ms, at most a 100,000th of the longest pass.
+    """
+    costs = problem.costs
+    longest = max(max(map(max, table)) for table in (costs.t_f, costs.t_b, costs.t_w))
+    scale = 10.0 ** (6 - math.ceil(math.log10(longest))) if longest > 0 else 1.0
+
+    def rounded(table: Table) -> Table:
+        return tuple(tuple(float(round(time * scale)) for time in row) for row in table)
+
+    ticks = replace(
+        costs,
+        t_f=rounded(costs.t_f),
+        t_b=rounded(costs.t_b),
+        t_w=rounded(costs.t_w),
+        t_bw=None,
+        t_comm=float(round(costs.t_comm * scale)),
+        t_edges=tuple((one, other, float(round(t * scale))) for one, other, t in costs.t_edges),
+    )
+    return replace(problem, costs=ticks), scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +169,10 @@ _SEEDS = tuple(
         (0.5, 1.0, 0.0, 0.0, 1.0),
     )
 )
-# (late acceptance's history, longest move, seed) of the rounds of polishing.
-_ROUNDS = ((1, 6, 1), (50, 12, 2), (300, 6, 3), (1, 12, 4), (1000, 20, 5), (300, 6, 6))
+FEW = 3
+_ROUNDS = 8
+_WAYS = ((1, 6), (50, 12), (300, 6), (1000, 20), (5000, 8))
+"""Late acceptance's history and longest move of the rounds of polishing, in turn."""
 
 
 class _Search:
@@ -149,15 +183,15 @@ class _Search:
         problem: Problem,
         effort: Effort,
         pool: ThreadPoolExecutor,
-        progress: Callable[[Progress], None],
+        tell: Callable[[str, float], None],
     ) -> None:
         self.problem = problem
         self.effort = effort
         self.pool = pool
-        self.progress = progress
+        self.tell = tell
         self.bound = lower_bound(problem).cost
         # Enough for warm-up, cool-down, and a steady state between them.
-        few = min(problem.num_microbatches, 3 * problem.num_stages)
+        few = min(problem.num_microbatches, int(FEW * problem.num_stages))
         self.small = replace(problem, num_microbatches=few)
         self.small_bound = lower_bound(self.small).cost
         self.arrays = problem.arrays()
@@ -181,7 +215,7 @@ class _Search:
         self, orders: Sequence[_Order], candidates: Sequence[_Candidate]
     ) -> list[_Order]:
         """From few microbatches to all of them."""
-        self._tell("all microbatches")
+        self.tell("all microbatches", self.best)
         few, many = self.small.num_microbatches, self.problem.num_microbatches
 
         def longer(order: _Order) -> _Order | None:
@@ -198,9 +232,6 @@ class _Search:
         if self._met(found, self.bound):
             return found
         return self._polish(self.problem, found[:most], self.bound)
-
-    def _tell(self, step: str) -> None:
-        self.progress(Progress(step, self.best, self.bound))
 
     def _met(self, orders: Sequence[_Order], bound: float) -> bool:
         return bool(orders) and orders[0].cost <= bound * (1 + 1e-9)
@@ -230,7 +261,7 @@ class _Search:
 
     def _sweep(self) -> list[_Candidate]:
         """All templates under a few settings of the knobs, best first."""
-        self._tell("templates")
+        self.tell("templates", self.best)
         few = self.small.num_microbatches
         found = starts(self.problem)
         allowed = int(self.effort.sweep * 1e6 / self._passes(few) / len(found))
@@ -251,7 +282,7 @@ class _Search:
 
     def _descend(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
         """The best candidate of each of the best templates, improved; then all, best first."""
-        self._tell("lags and knobs")
+        self.tell("lags and knobs", self.best)
         few = self.small.num_microbatches
         best_of = {id(one.start): one for one in reversed(candidates)}
         chosen = sorted(best_of.values(), key=lambda one: one.cost)[: self.effort.descents]
@@ -294,32 +325,34 @@ class _Search:
         return [one for one in self.pool.map(squeezed, candidates) if one is not None]
 
     def _polish(self, problem: Problem, orders: Sequence[_Order], bound: float) -> list[_Order]:
-        """Rounds of polishing; after each, the better half goes on."""
+        """Rounds of polishing: fewer and fewer of the best orders, each in two ways."""
         microbatches = problem.num_microbatches
-        orders = orders[: self.effort.finalists]
-        going = list(orders)
-        done = list[_Order]()
-        work = self.effort.polish * 1e6 / self._passes(microbatches) / len(_ROUNDS)
-        for history, step, seed in _ROUNDS:
-            if self._met([*going, *done][:1], bound):
+        work = self.effort.polish * 1e6 / self._passes(microbatches) / _ROUNDS
+        found = _sorted(orders)
+        for number in range(_ROUNDS):
+            self._note(problem, found)
+            self.tell("polish", self.best)
+            if self._met(found, bound):
                 break
-            self._note(problem, going)
-            self._tell("polish")
-            settings = (int(work / len(going)), history, step, seed, bound)
-            polished = partial(self._polished, microbatches, settings)
-            going = _sorted(self.pool.map(polished, going))
-            done += going[(len(going) + 1) // 2 :]
-            going = going[: (len(going) + 1) // 2]
-        found = _sorted([*going, *done])
+            going = found[: max(2, self.effort.finalists >> number)]
+            tasks = [
+                (order, *_WAYS[(number + way) % len(_WAYS)], 1 + number * 1000 + index * 2 + way)
+                for index, order in enumerate(going)
+                for way in range(2)
+            ]
+            iterations = int(work / len(tasks))
+
+            def polished(task: tuple[_Order, int, int, int]) -> _Order:
+                order, history, step, seed = task
+                rows = order.rows.copy()
+                cost = polish(
+                    self.arrays, microbatches, rows, iterations, history, step, seed, bound
+                )
+                return _Order(rows, cost, order.how)
+
+            found = _sorted([*found, *self.pool.map(polished, tasks)])
         self._note(problem, found)
         return found
-
-    def _polished(
-        self, microbatches: int, settings: tuple[int, int, int, int, float], order: _Order
-    ) -> _Order:
-        rows = order.rows.copy()
-        cost = polish(self.arrays, microbatches, rows, *settings)
-        return _Order(rows, cost, order.how)
 
     def _note(self, problem: Problem, orders: Sequence[_Order]) -> None:
         if problem is self.problem or problem.num_microbatches == self.problem.num_microbatches:
