@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -49,8 +48,8 @@ class Effort:
 
 EFFORTS = {
     "quick": Effort(sweep=1.5, descent=1.5, descents=4, finalists=4, polish=6.0),
-    "normal": Effort(sweep=5.0, descent=8.0, descents=8, finalists=8, polish=60.0),
-    "thorough": Effort(sweep=30.0, descent=80.0, descents=24, finalists=24, polish=1200.0),
+    "normal": Effort(sweep=5.0, descent=20.0, descents=12, finalists=8, polish=300.0),
+    "thorough": Effort(sweep=20.0, descent=120.0, descents=24, finalists=16, polish=2000.0),
 }
 
 
@@ -147,6 +146,8 @@ class _Order:
     rows: Ints
     cost: float
     how: str
+    origin: int = 0
+    """Number of the order that polishing began with."""
 
 
 _SEEDS = tuple(
@@ -169,8 +170,10 @@ _SEEDS = tuple(
         (0.5, 1.0, 0.0, 0.0, 1.0),
     )
 )
-FEW = 3
 _ROUNDS = 8
+_MOST_POLISHED = 64
+_LEAST_MOVES = 1000
+"""Moves that are worth starting with another order for."""
 _WAYS = ((1, 6), (50, 12), (300, 6), (1000, 20), (5000, 8))
 """Late acceptance's history and longest move of the rounds of polishing, in turn."""
 
@@ -191,7 +194,9 @@ class _Search:
         self.tell = tell
         self.bound = lower_bound(problem).cost
         # Enough for warm-up, cool-down, and a steady state between them.
-        few = min(problem.num_microbatches, int(FEW * problem.num_stages))
+        few, many = 3 * problem.num_stages, problem.num_microbatches
+        if 3 * many <= 4 * few:
+            few = many
         self.small = replace(problem, num_microbatches=few)
         self.small_bound = lower_bound(self.small).cost
         self.arrays = problem.arrays()
@@ -205,7 +210,7 @@ class _Search:
         candidates: list[_Candidate] = []
         if not self._met(given, self.small_bound):
             candidates = self._descend(self._sweep())
-        orders = _sorted([*given, *self._squeezed(candidates[: self.effort.finalists], few)])
+        orders = _sorted([*given, *self._squeezed(candidates[:_MOST_POLISHED], few)])
         orders = self._polish(self.small, orders, self.small_bound)
         if few < self.problem.num_microbatches:
             orders = self._lengthened(orders, candidates)
@@ -222,16 +227,14 @@ class _Search:
             found = stretch(self.arrays, few, order.rows, many)
             return None if found is None else _Order(found[1], found[0], order.how)
 
-        most = max(3, self.effort.finalists // 2)
-        found = _sorted(one for one in self.pool.map(longer, orders[:most]) if one is not None)
-        if self._met(found, self.bound):
+        found = _sorted(one for one in self.pool.map(longer, orders[:3]) if one is not None)
+        # The bubble of few microbatches, in ms, is what more of them have at best.
+        bubble = orders[0].cost - self.small.ideal
+        if found and found[0].cost <= self.problem.ideal + bubble * (1 + 1e-9):
             return found
-        found = _sorted(
-            [*found, *self._given(self.problem), *self._squeezed(candidates[:most], many)]
-        )
-        if self._met(found, self.bound):
-            return found
-        return self._polish(self.problem, found[:most], self.bound)
+        squeezed = self._squeezed(candidates[: self.effort.finalists], many)
+        found = _sorted([*found, *self._given(self.problem), *squeezed])
+        return self._polish(self.problem, found, self.bound)
 
     def _met(self, orders: Sequence[_Order], bound: float) -> bool:
         return bool(orders) and orders[0].cost <= bound * (1 + 1e-9)
@@ -325,16 +328,18 @@ class _Search:
         return [one for one in self.pool.map(squeezed, candidates) if one is not None]
 
     def _polish(self, problem: Problem, orders: Sequence[_Order], bound: float) -> list[_Order]:
-        """Rounds of polishing: fewer and fewer of the best orders, each in two ways."""
+        """Rounds of polishing: the best descendants of fewer and fewer orders, in two ways each."""
         microbatches = problem.num_microbatches
         work = self.effort.polish * 1e6 / self._passes(microbatches) / _ROUNDS
-        found = _sorted(orders)
+        most = min(_MOST_POLISHED, max(self.effort.finalists, int(work / (2 * _LEAST_MOVES))))
+        found = [replace(one, origin=number) for number, one in enumerate(_sorted(orders)[:most])]
         for number in range(_ROUNDS):
             self._note(problem, found)
             self.tell("polish", self.best)
             if self._met(found, bound):
                 break
-            going = found[: max(2, self.effort.finalists >> number)]
+            best_of = {one.origin: one for one in reversed(found)}
+            going = _sorted(best_of.values())[: max(2, most >> number)]
             tasks = [
                 (order, *_WAYS[(number + way) % len(_WAYS)], 1 + number * 1000 + index * 2 + way)
                 for index, order in enumerate(going)
@@ -348,7 +353,7 @@ class _Search:
                 cost = polish(
                     self.arrays, microbatches, rows, iterations, history, step, seed, bound
                 )
-                return _Order(rows, cost, order.how)
+                return replace(order, rows=rows, cost=cost)
 
             found = _sorted([*found, *self.pool.map(polished, tasks)])
         self._note(problem, found)

@@ -10,7 +10,8 @@ from zero_bubble.search.problem import Arrays, Ints
 __all__ = ["stretch"]
 
 _LONGEST_BLOCK = 8
-_TRIED = 12
+_TRIED = 30
+_FINISHED = 3
 
 
 def stretch(arrays: Arrays, few: int, rows: Ints, many: int) -> tuple[float, Ints] | None:
@@ -23,18 +24,40 @@ def stretch(arrays: Arrays, few: int, rows: Ints, many: int) -> tuple[float, Int
     if the block has none. ``rows`` must run microbatches in order. None if no block can be repeated
     within the memory limits; else the cost in ms and the rows.
     """
-    best: tuple[float, Ints] | None = None
+    work = max(
+        (arrays.t_f + arrays.t_b + arrays.t_w)[arrays.stage == stage].sum()
+        for stage in range(len(rows))
+    )
+    # What is above the work does not grow with a block that has no bubble.
+    bubble = _cost(arrays, few, rows) - few * work
+    tried = []
     for first, length in _blocks(arrays, few, rows, many):
-        longer = _repeat(arrays, few, rows, many, first, length)
-        peak = np.empty(len(longer))
-        peak_memory(arrays, many, longer, peak)
-        if np.any(peak > arrays.limit * (1 + 1e-9)):
-            continue
-        codes = 3 * len(arrays.stage) * many
-        cost = run_rows(arrays, many, longer, np.empty(codes), np.empty(codes))
+        # Two repetitions show what a block costs.
+        longer = few + min(2 * length, many - few)
+        cost = _cost(arrays, longer, _repeat(arrays, few, rows, longer, first, length))
+        if cost >= 0:
+            tried.append((cost - longer * work, first, length))
+            if tried[-1][0] <= bubble + 1e-9 * cost:
+                break
+    best: tuple[float, Ints] | None = None
+    for _, first, length in sorted(tried)[:_FINISHED]:
+        stretched = _repeat(arrays, few, rows, many, first, length)
+        cost = _cost(arrays, many, stretched)
         if cost >= 0 and (best is None or cost < best[0]):
-            best = cost, longer
+            best = cost, stretched
+            if cost - many * work <= bubble + 1e-9 * cost:
+                break
     return best
+
+
+def _cost(arrays: Arrays, microbatches: int, rows: Ints) -> float:
+    """In ms; -1 if stages deadlock or do not keep their memory limits."""
+    peak = np.empty(len(rows))
+    peak_memory(arrays, microbatches, rows, peak)
+    if np.any(peak > arrays.limit * (1 + 1e-9)):
+        return -1.0
+    codes = 3 * len(arrays.stage) * microbatches
+    return run_rows(arrays, microbatches, rows, np.empty(codes), np.empty(codes))
 
 
 def _blocks(arrays: Arrays, few: int, rows: Ints, many: int) -> list[tuple[int, int]]:
