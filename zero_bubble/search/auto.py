@@ -18,7 +18,7 @@ from zero_bubble.noise import Noise
 from zero_bubble.placement import linear
 from zero_bubble.search.bounds import lower_bound
 from zero_bubble.search.descent import FAILED, assess, descend, sweep
-from zero_bubble.search.families import Start, starts
+from zero_bubble.search.families import Start, microbatches_in_flight, starts
 from zero_bubble.search.orders import decode, encode, evaluate, run_rows
 from zero_bubble.search.paper import paper_method
 from zero_bubble.search.polish import polish
@@ -171,7 +171,7 @@ _SEEDS = tuple(
     )
 )
 _ROUNDS = 8
-_MOST_POLISHED = 64
+_MOST_POLISHED = 256
 _LEAST_MOVES = 1000
 """Moves that are worth starting with another order for."""
 _WAYS = ((1, 6), (50, 12), (300, 6), (1000, 20), (5000, 8))
@@ -194,7 +194,9 @@ class _Search:
         self.tell = tell
         self.bound = lower_bound(problem).cost
         # Enough for warm-up, cool-down, and a steady state between them.
-        few, many = 3 * problem.num_stages, problem.num_microbatches
+        in_flight = float(np.max(microbatches_in_flight(problem)))
+        few = math.ceil(problem.num_stages + 2 * max(problem.num_stages, in_flight))
+        many = problem.num_microbatches
         if 3 * many <= 4 * few:
             few = many
         self.small = replace(problem, num_microbatches=few)
@@ -228,12 +230,12 @@ class _Search:
             return None if found is None else _Order(found[1], found[0], order.how)
 
         found = _sorted(one for one in self.pool.map(longer, orders[:3]) if one is not None)
-        # The bubble of few microbatches, in ms, is what more of them have at best.
-        bubble = orders[0].cost - self.small.ideal
-        if found and found[0].cost <= self.problem.ideal + bubble * (1 + 1e-9):
-            return found
         squeezed = self._squeezed(candidates[: self.effort.finalists], many)
         found = _sorted([*found, *self._given(self.problem), *squeezed])
+        # A steady state repeated without a bubble: what is left is polished already.
+        bubble = orders[0].cost - self.small.ideal
+        if found[0].cost <= self.problem.ideal + bubble * (1 + 1e-9):
+            return found
         return self._polish(self.problem, found, self.bound)
 
     def _met(self, orders: Sequence[_Order], bound: float) -> bool:
@@ -284,11 +286,12 @@ class _Search:
         return sorted(candidates, key=lambda one: one.cost)
 
     def _descend(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
-        """The best candidate of each of the best templates, improved; then all, best first."""
+        """The best of the best templates, improved, then all, best first."""
         self.tell("lags and knobs", self.best)
         few = self.small.num_microbatches
         best_of = {id(one.start): one for one in reversed(candidates)}
-        chosen = sorted(best_of.values(), key=lambda one: one.cost)[: self.effort.descents]
+        distinct = sorted(best_of.values(), key=lambda one: one.cost)
+        chosen = distinct[: self.effort.descents]
         squeezes = self.effort.descent * 1e6 / self._passes(few)
         budget = max(20, int(squeezes / max(1, len(chosen))))
 
@@ -347,7 +350,9 @@ class _Search:
             ]
             iterations = int(work / len(tasks))
 
-            def polished(task: tuple[_Order, int, int, int]) -> _Order:
+            def polished(
+                task: tuple[_Order, int, int, int], iterations: int = iterations
+            ) -> _Order:
                 order, history, step, seed = task
                 rows = order.rows.copy()
                 cost = polish(

@@ -15,7 +15,7 @@ import numpy as np
 
 from zero_bubble.search.problem import Floats, Problem
 
-__all__ = ["Family", "Start", "starts"]
+__all__ = ["Family", "Start", "microbatches_in_flight", "starts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ def starts(problem: Problem) -> list[Start]:
             return [*_waves(problem)]
 
 
-def _in_flight(problem: Problem) -> Floats:
-    """Microbatches that fit on each stage between F and B."""
+def microbatches_in_flight(problem: Problem) -> Floats:
+    """Most microbatches that each stage can hold between F and B (all chunks together)."""
     costs, most = problem.costs, problem.num_microbatches
     whole = (sum(row) for row in costs.m_b)
     return np.array(
@@ -85,7 +85,7 @@ def _in_flight(problem: Problem) -> Floats:
 def _linear(problem: Problem) -> Iterator[Start]:
     """F of microbatch j at j, B at j + h + 1/2, with lags h that fall along the pipeline."""
     stages = problem.num_stages
-    most = np.floor(_in_flight(problem)) - 1
+    most = np.floor(microbatches_in_flight(problem)) - 1
     stage = np.arange(stages)
     back = stages - 1 - stage
     family = Family("lag", np.array([[0.0, 1.0]]), 1.0, True, 1, 1.0)
@@ -117,7 +117,7 @@ def _v_shaped(problem: Problem) -> Iterator[Start]:
     """
     stages = problem.num_stages
     hops = stages - 1
-    room = 2 * float(_in_flight(problem).min())
+    room = 2 * float(microbatches_in_flight(problem).min())
     row_sets = np.array(
         [[0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 1, 1], [0, 1, 1, 1]], dtype=np.float64
     )
@@ -160,7 +160,7 @@ def _interleaved(problem: Problem) -> Iterator[Start]:
     """Groups of microbatches take turns on the chunks; B number n is h + 1/2 after F number n."""
     stages = problem.num_stages
     chunks = problem.placement.num_chunks(0)
-    most = np.floor(chunks * _in_flight(problem)) - 1
+    most = np.floor(chunks * microbatches_in_flight(problem)) - 1
     back = stages - 1 - np.arange(stages)
     row_sets = np.zeros((2, 2 * chunks))
     row_sets[0, chunks:] = 1
@@ -196,7 +196,7 @@ def _waves(problem: Problem) -> Iterator[Start]:
         for chunk, position in enumerate(held):
             lags[stage, chunk] = position
             lags[stage, chunks + chunk] = 2 * positions - 1 - position
-    flight = float(_in_flight(problem).min())
+    flight = float(microbatches_in_flight(problem).min())
     # About 2n / q microbatches are in flight on the first stage, fewer on the later ones.
     for share in (0.7, 1.0, 1.2, 1.5, 2.0, 3.0, math.inf):
         period = max(1.0, min(2.0 * positions, 2 * positions / flight * share))
