@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from zero_bubble.builders import zb_h1, zb_h2
+from zero_bubble.builders import v_half, v_min, zb_h1, zb_h2, zb_v
 from zero_bubble.costs import Table
 from zero_bubble.jitter import mean_cost
 from zero_bubble.noise import Noise
-from zero_bubble.placement import linear
+from zero_bubble.schedule import Schedule
 from zero_bubble.search.bounds import lower_bound
 from zero_bubble.search.descent import FAILED, assess, descend, sweep
 from zero_bubble.search.families import Start, microbatches_in_flight, starts
@@ -229,13 +229,13 @@ class _Search:
             found = stretch(self.arrays, few, order.rows, many)
             return None if found is None else _Order(found[1], found[0], order.how)
 
-        found = _sorted(one for one in self.pool.map(longer, orders[:3]) if one is not None)
-        squeezed = self._squeezed(candidates[: self.effort.finalists], many)
-        found = _sorted([*found, *self._given(self.problem), *squeezed])
+        found = [one for one in self.pool.map(longer, orders[:3]) if one is not None]
+        found = _sorted([*found, *self._squeezed(candidates[: self.effort.finalists], many)])
         # A steady state repeated without a bubble: what is left is polished already.
         bubble = orders[0].cost - self.small.ideal
-        if found[0].cost <= self.problem.ideal + bubble * (1 + 1e-9):
+        if found and found[0].cost <= self.problem.ideal + bubble * (1 + 1e-9):
             return found
+        found = _sorted([*found, *self._given(self.problem)])
         return self._polish(self.problem, found, self.bound)
 
     def _met(self, orders: Sequence[_Order], bound: float) -> bool:
@@ -249,17 +249,20 @@ class _Search:
 
     def _given(self, problem: Problem) -> list[_Order]:
         """What is known without a search, where it fits the limits; best first."""
-        if problem.placement != linear(problem.num_stages):
-            return []
-        schedules = [
-            build(problem.num_stages, problem.num_microbatches) for build in (zb_h1, zb_h2)
-        ]
-        with suppress(ValueError):  # Limits can be below what it can work with.
-            schedules.append(paper_method(problem).schedule)
+        stages, microbatches = problem.num_stages, problem.num_microbatches
+        schedules = list[Schedule]()
+        match problem.placement.name:
+            case "linear":
+                schedules += [zb_h1(stages, microbatches), zb_h2(stages, microbatches)]
+                with suppress(ValueError):  # Limits can be below what it can work with.
+                    schedules.append(paper_method(problem).schedule)
+            case "v":
+                costs = problem.costs
+                schedules += [one(stages, microbatches, costs) for one in (zb_v, v_half, v_min)]
         found = []
         for schedule in schedules:
             rows = encode(schedule)
-            result = evaluate(self.arrays, problem.num_microbatches, rows)
+            result = evaluate(self.arrays, microbatches, rows)
             if np.all(result.peak <= self.arrays.limit * (1 + 1e-9)):
                 found.append(_Order(rows, result.cost, schedule.name))
         return _sorted(found)
