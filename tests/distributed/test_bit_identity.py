@@ -12,8 +12,12 @@ from tests.distributed.configs import Case, Config, cases
 from tests.distributed.harness import Result, assert_identical
 from tests.distributed.observations import check_runtime
 from zero_bubble.builders import build
+from zero_bubble.costs import Costs
 from zero_bubble.export.json_io import save_schedule
+from zero_bubble.placement import linear
 from zero_bubble.schedule import Kind, Schedule
+from zero_bubble.search.auto import auto
+from zero_bubble.search.problem import Problem
 
 
 def _parameters() -> list[object]:
@@ -61,6 +65,22 @@ def test_bit_identity_from_a_file_and_only_with_w_in_order(
     else:
         with pytest.raises(AssertionError):
             assert_identical(expected, actual)
+
+
+def test_a_searched_schedule_trains_bit_identically(
+    reference: Callable[[Config], Result], train: Callable[..., Result], tmp_path: Path
+) -> None:
+    """What the search finds for odd times and limits runs in Megatron, with Megatron's bits."""
+    config = Config(pp=4, microbatches=6)
+    placement = linear(config.pp)
+    costs = Costs.uniform(placement, 1.0, 1.3, 0.7, t_comm=0.1, m_w=0.6)
+    problem = Problem.of(placement, costs, config.num_microbatches, [3, 4, 5, 3.5])
+    found = auto(problem, effort="quick")
+    file = tmp_path / "schedule.json"
+    save_schedule(found.schedule, file, costs)
+    actual = train(config, str(file))
+    check_runtime(actual, found.schedule)
+    assert_identical(reference(config), actual)
 
 
 def with_w_at_the_end(schedule: Schedule, reverse: bool) -> Schedule:

@@ -17,7 +17,7 @@ import numpy as np
 from zero_bubble.search.compiled import compiled
 from zero_bubble.search.problem import Arrays, Floats, Ints
 
-__all__ = ["KNOBS", "Knobs", "Template", "squeeze", "template"]
+__all__ = ["Knobs", "Template", "squeeze", "template"]
 
 _NEVER = 1e300
 
@@ -42,10 +42,6 @@ class Knobs(NamedTuple):
     late_order: float = 0.0
     """In the late phase prefer: 0 the template's order, 1 any B, 2 any F, 3 B's of the stage's
     last chunk, 4 B's of its first chunk."""
-
-
-KNOBS = Knobs()
-"""Sensible ones."""
 
 
 class Template(NamedTuple):
