@@ -1,6 +1,6 @@
 """How far the search is from the best schedule there is, on instances small enough to prove it.
 
-Run ``python benchmarks/optimality.py`` (needs ``pip install zero-bubble[solver]``; 1 to 3 minutes
+Run ``python benchmarks/optimality.py`` (needs OR-Tools and highspy; 1 to 3 minutes
 on 2 cores). Each instance has its own stages, microbatches, times and memory limits, drawn from
 the seed shown. CP-SAT starts from the schedule that the search found; HiGHS solves the smaller
 instances again. Exits with 1 unless the search is within 1 % of the best bound on every instance

@@ -14,7 +14,7 @@ from zero_bubble.search.solution import Solution
 __all__ = ["SOLVERS", "TOLERANCE", "Progress", "solve", "solve_cpsat", "solve_highs"]
 
 SOLVERS = ("cp-sat", "highs")
-"""Solvers by name; both come with ``pip install zero-bubble[solver]``."""
+"""Solvers by name; both are in the extra ``solver``."""
 
 
 def solve(

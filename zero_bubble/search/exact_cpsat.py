@@ -104,7 +104,7 @@ def _cp_model() -> Any:
         from ortools.sat.python import cp_model
     except ImportError as missing:
         raise ValueError(
-            "solver cp-sat needs OR-Tools, which is not installed: pip install zero-bubble[solver]"
+            "solver cp-sat needs OR-Tools, which is not installed: pip install ortools"
         ) from missing
     return cp_model
 

@@ -110,7 +110,7 @@ def _highspy() -> Any:
         import highspy
     except ImportError as missing:
         raise ValueError(
-            "solver highs needs highspy, which is not installed: pip install zero-bubble[solver]"
+            "solver highs needs highspy, which is not installed: pip install highspy"
         ) from missing
     return highspy
 
