@@ -46,9 +46,7 @@ def placements(draw: st.DrawFn, most: int = 6) -> Placement:
     positions = draw(st.permutations(range(sum(counts))))
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return Placement(
-        tuple(
-            tuple(positions[end - count : end]) for count, end in zip(counts, ends, strict=True)
-        )
+        tuple(tuple(positions[end - count : end]) for count, end in zip(counts, ends, strict=True))
     )
 
 
@@ -63,7 +61,9 @@ def problems(draw: st.DrawFn) -> Problem:
 
     m_b = table(st.sampled_from([0.0, 0.5, 1.0, 1.0, 1.3]))
     edges = draw(
-        st.lists(st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1), TIMES), max_size=3)
+        st.lists(
+            st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1), TIMES), max_size=3
+        )
     )
     costs = Costs(
         t_f=table(TIMES),
@@ -75,13 +75,13 @@ def problems(draw: st.DrawFn) -> Problem:
         t_edges=tuple(edge for edge in edges if edge[0] != edge[1]),
     )
     room = st.one_of(st.just(1.0), st.floats(1, 2 * stages), st.just(math.inf))
-    limits = [
-        math.inf if (factor := draw(room)) == math.inf else factor * sum(row) for row in m_b
-    ]
-    return Problem.of(placement, costs, draw(st.integers(1, 12)), limits)
+    limits = [math.inf if (factor := draw(room)) == math.inf else factor * sum(row) for row in m_b]
+    # Long batches are found by repeating a steady state.
+    microbatches = draw(st.integers(1, 12 if stages > 3 else 36))
+    return Problem.of(placement, costs, microbatches, limits)
 
 
-@settings(max_examples=30)
+@settings(max_examples=18)
 @given(problem=problems())
 def test_any_times_and_limits_give_a_legal_schedule_within_them(
     tmp_path_factory: pytest.TempPathFactory, problem: Problem
@@ -112,7 +112,7 @@ def test_any_times_and_limits_give_a_legal_schedule_within_them(
             assert load_csv(folder / "one.csv") == schedule
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(problem=problems())
 def test_the_same_problem_gives_the_same_schedule_whatever_the_processors(problem: Problem) -> None:
     first = auto(problem, effort="quick")
@@ -122,7 +122,7 @@ def test_the_same_problem_gives_the_same_schedule_whatever_the_processors(proble
         assert auto(problem, effort="quick") == first
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(problem=problems())
 def test_progress_never_gets_worse_and_never_passes_the_bound(problem: Problem) -> None:
     told: list[Progress] = []
@@ -130,12 +130,12 @@ def test_progress_never_gets_worse_and_never_passes_the_bound(problem: Problem) 
     assert all(one.bound == lower_bound(problem).cost for one in told)
     assert all(one.cost >= other.cost for one, other in pairwise(told))
     # The search counts in ticks of at most a 100,000th of the longest pass.
-    assert all(one.cost >= one.bound * (1 - 1e-4) for one in told)
+    assert all(one.cost >= one.bound for one in told)
     assert all(one.cost >= solution.cost * (1 - 1e-4) for one in told)
     assert all(one.step for one in told)
 
 
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(stages=st.integers(1, 6), more=st.integers(0, 8), time=st.integers(1, 9))
 def test_equal_times_and_twice_the_memory_leave_no_bubble(
     stages: int, more: int, time: int
@@ -172,7 +172,7 @@ def test_nothing_beats_zb_h1_at_the_memory_of_1f1b(row: int) -> None:
 whole = st.integers(1, 20)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     stages=st.integers(1, 6),
     microbatches=st.integers(1, 20),
@@ -193,7 +193,7 @@ def test_linear_schedules_are_never_worse_than_the_known_ones(
             assert cost <= simulate(known, costs).cost * (1 + 1e-9)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     stages=st.integers(1, 5),
     microbatches=st.integers(1, 16),
@@ -218,8 +218,8 @@ def test_v_schedules_are_never_worse_than_the_known_ones(
 SMALL = {
     "linear, 1F1B's memory": (linear(3), 5, 3.0),
     "linear, a third more": (linear(3), 4, 4.0),
-    "V, 1F1B's memory": (v_shape(2), 4, 4.0),
-    "interleaved, half of all": (interleaved(2, 2), 4, 4.0),
+    "V, half of 1F1B's": (v_shape(2), 3, 2.0),
+    "interleaved, 5 chunks of 8": (interleaved(2, 2), 4, 5.0),
 }
 
 
@@ -227,43 +227,34 @@ SMALL = {
 def test_small_problems_are_solved_to_the_proven_optimum(name: str) -> None:
     pytest.importorskip("ortools")
     placement, microbatches, limit = SMALL[name]
-    problem = Problem.of(
-        placement, Costs.uniform(placement, 4, 5, 3, 1), microbatches, limit
-    )
+    problem = Problem.of(placement, Costs.uniform(placement, 4, 5, 3, 1), microbatches, limit)
     found = auto(problem, effort="quick")
     proven = solve_cpsat(problem, found.schedule, time_limit=60)
     assert proven.is_optimal
     assert found.cost == pytest.approx(proven.cost, rel=1e-9)
 
 
-def test_jitter_chooses_a_schedule_that_is_no_worse_when_times_vary() -> None:
-    for profile in (paper_profiles()[0], paper_v_profiles()[0]):
-        placement = profile.costs and (
-            linear(4) if profile.costs.shape[0:1] == (1,) else v_shape(4)
-        )
-        shape = slice(0, 4)
-        costs = Costs(
-            t_f=profile.costs.t_f[shape],
-            t_b=profile.costs.t_b[shape],
-            t_w=profile.costs.t_w[shape],
-            m_b=profile.costs.m_b[shape],
-            m_w=profile.costs.m_w[shape],
-            t_comm=profile.costs.t_comm,
-        )
-        problem = Problem.of(placement, costs, 10, 6)
-        steady, sharp = auto(problem, effort="quick", jitter=0.1), auto(problem, effort="quick")
-        assert auto(problem, effort="quick", jitter=0.1) == steady
-        assert check(steady.schedule, costs=costs, memory_limit=6) == []
-        assert sharp.cost <= steady.cost <= sharp.cost * 1.1
-        mean, other = (
-            jittered(one.schedule, costs, sigma=0.1, repeats=400, seed=7)
-            for one in (steady, sharp)
-        )
-        # Both meet the same noise: what the mean of the difference varies by is known.
-        error = float((mean.costs - other.costs).std()) / math.sqrt(400)
-        assert mean.mean <= other.mean + 3 * error + 0.002 * other.mean
+@pytest.mark.parametrize(
+    "placement", [linear(3), v_shape(3), interleaved(3, 2)], ids=lambda one: one.name
+)
+def test_jitter_chooses_a_schedule_that_is_no_worse_when_times_vary(placement: Placement) -> None:
+    costs = Costs.uniform(placement, 3, 5, 2, 0.5, m_b=1 / placement.num_chunks(0))
+    problem = Problem.of(placement, costs, 9, 4)
+    steady, sharp = auto(problem, effort="quick", jitter=0.1), auto(problem, effort="quick")
+    assert auto(problem, effort="quick", jitter=0.1) == steady
+    assert check(steady.schedule, costs=costs, memory_limit=4) == []
+    assert bit_identical_order(steady.schedule) == []
+    assert steady.cost == pytest.approx(simulate(steady.schedule, costs).cost, rel=1e-9)
+    assert sharp.cost <= steady.cost <= sharp.cost * 1.1
+    # Not the noise that the choice was made with, and the same for both.
+    one, other = (
+        jittered(found.schedule, costs, sigma=0.1, repeats=400, seed=7) for found in (steady, sharp)
+    )
+    error = float((one.costs - other.costs).std()) / math.sqrt(400)
+    assert one.mean <= other.mean + 3 * error
 
 
+@pytest.mark.slow
 def test_more_effort_is_not_worse() -> None:
     profile = paper_v_profiles()[0]
     placement = v_shape(3)
@@ -273,6 +264,14 @@ def test_more_effort_is_not_worse() -> None:
     problem = Problem.of(placement, costs, 7, 5)
     quick, normal = (auto(problem, effort=one).cost for one in ("quick", "normal"))
     assert normal <= quick
+
+
+def test_passes_that_take_no_time_cost_nothing() -> None:
+    for placement in (linear(3), v_shape(3)):
+        problem = Problem.of(placement, Costs.uniform(placement, 0, 0, 0), 5, 3)
+        solution = auto(problem, effort="quick")
+        assert (solution.cost, solution.bound, solution.gap) == (0, 0, 0)
+        assert check(solution.schedule, memory_limit=3) == []
 
 
 def test_a_limit_that_cannot_be_met_names_the_least() -> None:
@@ -289,3 +288,11 @@ def test_wrong_settings_are_answered_with_right_ones() -> None:
     for jitter in (-0.1, math.nan, math.inf):
         with pytest.raises(ValueError, match=f"such as 0.05, not {jitter}"):
             auto(problem, jitter=jitter)
+
+
+def test_without_a_limit_no_more_memory_is_held_than_the_least_cost_needs() -> None:
+    """ZB-H2 has no bubble with 2p-1 microbatches (paper, Table 2): more would buy nothing."""
+    problem = Problem.of(linear(4), Costs.uniform(linear(4), 1, 1, 1), 24)
+    solution = auto(problem, effort="quick")
+    assert solution.is_optimal
+    assert max(simulate(solution.schedule, problem.costs).peak_memory) <= 8

@@ -55,11 +55,20 @@ def auto(
     if jitter is not None and not 0 <= jitter < math.inf:
         raise ValueError(f"jitter must be a relative standard deviation such as 0.05, not {jitter}")
     bound = lower_bound(problem).cost
+    if all(map(math.isinf, problem.memory_limit)):
+        # Without a limit too, memory that buys nothing should not be held.
+        for factor in (1.0, 1.5, 2.0, 2.5, 3.0):
+            limited = _limited(problem, factor)
+            if lower_bound(limited).cost <= bound * (1 + 1e-9):
+                lean = auto(limited, effort=effort, jitter=jitter)
+                if lean.cost <= bound * (1 + 1e-9):
+                    return replace(lean, bound=min(bound, lean.cost))
     whole, scale = _in_ticks(problem)
 
     def tell(step: str, cost: float) -> None:
         if progress is not None:
-            progress(Progress(step, cost / scale, bound))
+            # Ticks are rounded: the cost may be a trifle below what it really is.
+            progress(Progress(step, max(cost / scale, bound), bound))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = Search(whole, EFFORTS[effort], pool, tell).run()
@@ -67,20 +76,29 @@ def auto(
     orders = sorted_orders(
         Order(one.rows, evaluate(arrays, many, one.rows).cost, one.how) for one in found
     )
-    best = orders[0] if jitter is None else _steadiest(problem, orders, jitter)
+    best = _leanest(problem, orders) if jitter is None else _steadiest(problem, orders, jitter)
     schedule = decode(problem, best.rows, "auto")
     return Solution(schedule, best.cost, min(bound, best.cost), best.how)
+
+
+def _limited(problem: Problem, factor: float) -> Problem:
+    """The problem with limits of so many times p M_B."""
+    microbatches = max(1.0, factor * problem.num_stages)
+    limits = (microbatches * problem.least_memory(one) for one in range(problem.num_stages))
+    return replace(problem, memory_limit=tuple(limits))
 
 
 def _in_ticks(problem: Problem) -> tuple[Problem, float]:
     """The problem with times rounded to whole ticks, and how many ticks a ms has.
 
     Sums of whole numbers are exact: whether a gap is as long as a W does not depend on rounding.
-    Ticks are a power of ten of a ms, at most a 100,000th of the longest pass.
+    Ticks are a power of ten of a ms, at most a 100,000th of the longest pass or message.
     """
     costs = problem.costs
-    longest = max(max(map(max, table)) for table in (costs.t_f, costs.t_b, costs.t_w))
-    scale = 10.0 ** (6 - math.ceil(math.log10(longest))) if longest > 0 else 1.0
+    passes = (max(map(max, table)) for table in (costs.t_f, costs.t_b, costs.t_w))
+    longest = max(*passes, costs.t_comm, *(time for _, _, time in costs.t_edges))
+    # Denormal times would need more ticks than a number can hold.
+    scale = 10.0 ** (6 - math.ceil(math.log10(longest))) if longest > 1e-290 else 1.0
 
     def rounded(table: Table) -> Table:
         return tuple(tuple(float(round(time * scale)) for time in row) for row in table)
@@ -95,6 +113,13 @@ def _in_ticks(problem: Problem) -> tuple[Problem, float]:
         t_edges=tuple((one, other, float(round(t * scale))) for one, other, t in costs.t_edges),
     )
     return replace(problem, costs=ticks), scale
+
+
+def _leanest(problem: Problem, orders: Sequence[Order]) -> Order:
+    """Of the orders that cost least, the one whose stages hold least memory in all."""
+    arrays, many = problem.arrays(), problem.num_microbatches
+    equal = [one for one in orders if one.cost <= orders[0].cost * (1 + 1e-12)]
+    return min(equal, key=lambda one: float(evaluate(arrays, many, one.rows).peak.sum()))
 
 
 def _steadiest(problem: Problem, orders: Sequence[Order], jitter: float) -> Order:

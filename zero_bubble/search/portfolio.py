@@ -153,6 +153,14 @@ class Search:
         if found and found[0].cost <= self.problem.ideal + bubble * (1 + 1e-9):
             return found
         found = sorted_orders([*found, *self._given(self.problem)])
+        if self._met(found, self.bound):
+            return found
+        if not candidates:  # Few microbatches needed no search, but all of them do.
+            candidates = self._descend(self._sweep())
+            squeezed = self._squeezed(candidates[: self.effort.finalists], many)
+            found = sorted_orders([*found, *squeezed])
+        if not found:
+            found = sorted_orders(self._squeezed(candidates, many))
         return self._polish(self.problem, found, self.bound)
 
     def _met(self, orders: Sequence[Order], bound: float) -> bool:
