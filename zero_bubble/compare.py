@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from zero_bubble.costs import Costs
 from zero_bubble.simulate import Timeline
@@ -12,13 +12,15 @@ __all__ = ["comparison", "paper_bubble"]
 _HEADER = ("schedule", "cost ms", "bubble rate", "paper", "peak memory", "waiting for W")
 
 
-def comparison(timelines: Sequence[Timeline]) -> str:
+def comparison(
+    timelines: Sequence[Timeline], *, amount: Callable[[float], str] = "{:.4g}".format
+) -> str:
     """A row a timeline: cost, bubble rate, the paper's closed formula, and the worst stage's peaks.
 
     ``waiting for W`` counts (chunk, microbatch) entries between their B and their W. The formula's
     column holds a dash where the formula does not apply (see `paper_bubble`).
     """
-    rows = [_HEADER, *map(_row, timelines)]
+    rows = [_HEADER, *(_row(one, amount) for one in timelines)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -49,7 +51,7 @@ def paper_bubble(name: str, microbatches: int, costs: Costs) -> float | None:
     return bubble if microbatches >= enough and bubble >= 0 else None
 
 
-def _row(timeline: Timeline) -> tuple[str, ...]:
+def _row(timeline: Timeline, amount: Callable[[float], str]) -> tuple[str, ...]:
     schedule = timeline.schedule
     bubble = paper_bubble(schedule.name, schedule.num_microbatches, timeline.costs)
     ideal = max(timeline.work)
@@ -58,6 +60,6 @@ def _row(timeline: Timeline) -> tuple[str, ...]:
         f"{timeline.cost:.2f}",
         f"{timeline.bubble_rate:.2%}",
         "-" if bubble is None else f"{bubble / (ideal + bubble):.2%}",
-        f"{max(timeline.peak_memory):.4g}",
+        amount(max(timeline.peak_memory)),
         str(max(timeline.peak_weight_store)),
     )

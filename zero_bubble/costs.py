@@ -21,6 +21,8 @@ __all__ = ["Costs", "PaperProfile", "Table", "paper_profiles", "paper_v_profiles
 type Table = tuple[tuple[float, ...], ...]
 """A number for every ``[stage][chunk]``."""
 
+_LEAST, _MOST = 1e-30, 1e30
+"""Sums and products of times and memory stay far from what a number can hold."""
 _TABLES = ("t_f", "t_b", "t_w", "m_b", "m_w")
 
 
@@ -253,6 +255,8 @@ def _profile(row: Mapping[str, Any], placement: Placement) -> PaperProfile:
 def _require_amount(name: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} must be a finite number, at least 0, not {value}")
+    if value and not _LEAST <= value <= _MOST:
+        raise ValueError(f"{name} must be 0 or from {_LEAST} to {_MOST}, not {value}")
 
 
 def _is_number(value: object) -> bool:
@@ -269,6 +273,8 @@ def _is_edge(edge: object) -> bool:
 
 
 def _table(name: str, value: object) -> Table:
+    if isinstance(value, list) and value and all(map(_is_number, value)):
+        return tuple((float(one),) for one in value)  # one chunk a stage
     if isinstance(value, list) and all(
         isinstance(row, list) and all(map(_is_number, row)) for row in value
     ):

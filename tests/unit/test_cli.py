@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,9 @@ def test_check_accepts_what_the_builders_make(name: str, capsys: Capture, tmp_pa
     path = tmp_path / "one.json"
     save_schedule(build(name, 3, 6), path)
     assert main(["check", str(path)]) == 0
-    assert capsys.readouterr().out == f"{path}: legal\n{path}: bit-identical to 1F1B\n"
+    chunks = {1: "1 chunk", 2: "2 chunks"}[BUILDERS[name].placement(3).num_chunks(0)]
+    size = f"3 stages, {chunks} a stage, 6 microbatches"
+    assert capsys.readouterr().out == f"{path}: legal: {size}\n{path}: bit-identical to 1F1B\n"
 
 
 def test_check_refuses_with_1(capsys: Capture, tmp_path: Path) -> None:
@@ -126,8 +129,8 @@ def test_draw_names_and_files(capsys: Capture, tmp_path: Path) -> None:
     save_schedule(build("zb-h2", 4, 8), path, Costs.uniform(linear(4), 5, 5, 5))
     assert main(["draw", "1f1b", str(path), *SIZE]) == 0
     printed = capsys.readouterr().out
-    assert "1f1b: cost 33 ms" in printed
-    assert "zb-h2: cost 120 ms" in printed  # the file's own costs
+    assert "1f1b: cost 165 ms" in printed  # with the file's costs
+    assert "zb-h2: cost 120 ms" in printed
     assert main(["draw", "1f1b", str(path), *SIZE, "--t-f", "1", "--svg", str(picture)]) == 0
     assert "cost 24 ms" in picture.read_text()  # those on the command line
 
@@ -138,11 +141,71 @@ def test_costs_from_a_file(capsys: Capture, tmp_path: Path) -> None:
     assert main(["compare", *SIZE, "--costs", str(path)]) == 0
     captured = capsys.readouterr()
     assert "330.00" in captured.out
-    assert "interleaved is left out: --costs" in captured.err  # they are for one chunk a stage
+    # They are for one chunk a stage, which is said once.
+    left_out = "zero-bubble: left out: interleaved, zb-v, v-half, v-min (--costs "
+    assert captured.err.startswith(left_out)
+    assert captured.err.count("\n") == 1
+
+
+def test_costs_of_another_number_of_stages(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    save_costs(Costs.uniform(linear(4), 1, 1, 1), path)
+    for command in (["compare"], ["schedule", "zb-h1"], ["schedule", "auto"], ["bound"]):
+        flags = ["--stages", "8", "--microbatches", "8", "--costs", str(path)]
+        assert main([*command, *flags]) == 2
+        assert capsys.readouterr().err == (
+            f"zero-bubble: --costs {path}: the file has costs for 4 stages, --stages is 8\n"
+        )
+
+
+def test_costs_of_one_chunk_a_stage_may_be_flat(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    times = '"t_f": [10, 10], "t_b": [10, 10], "t_w": [10, 10]'
+    path.write_text(f'{{{times}, "m_b": [1, 1], "m_w": [1, 1]}}')
+    flags = ["--stages", "2", "--microbatches", "3", "--costs", str(path)]
+    assert main(["schedule", "zb-h1", *flags]) == 0
+    assert "zb-h1: cost 100 ms" in capsys.readouterr().out
+
+
+def test_the_help_s_costs_file_can_be_read(capsys: Capture, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["schedule", "--help"])
+    out = capsys.readouterr().out
+    path = tmp_path / "costs.json"
+    path.write_text(out[out.index('{"t_f"') :].partition("}")[0] + "}")
+    flags = ["--stages", "2", "--microbatches", "4", "--costs", str(path)]
+    assert main(["schedule", "zb-h1", *flags]) == 0
+    assert "GiB" in capsys.readouterr().out
+
+
+def test_known_names_contain_the_search(capsys: Capture) -> None:
+    assert main(["schedule", "foo", *SIZE]) == 2
+    known = f"no schedule is called 'foo'; known: auto, {', '.join(BUILDERS)}\n"
+    assert capsys.readouterr().err.endswith(known)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [40, 60, 500])
+def test_a_drawing_is_no_wider_than_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["schedule", "zb-h1", *SIZE, "--colour", "never"]) == 0
+    drawn = terminal.getvalue().split("\n\n")[1].splitlines()
+    widest = max(map(len, drawn))
+    # Its own width is 9 columns for the names and 3 a pass: 27 ms at 3 columns each.
+    assert widest == min(columns, 9 + 27 * 3)
 
 
 def test_python_m_and_a_reader_that_goes_away() -> None:
     command = f"{sys.executable} -m zero_bubble schedule zb-h1 --stages 8 --microbatches 2000"
+    command += " --print-order"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | head -c 7"],
         cwd=ROOT,

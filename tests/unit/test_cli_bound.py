@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_bubble.cli import main
+from zero_bubble.cli.compiling import COMPILING
 
 SIZE = ["--stages", "4", "--microbatches", "8"]
 Capture = pytest.CaptureFixture[str]
@@ -47,7 +48,7 @@ def test_it_says_where_more_memory_would_pay(capsys: Capture) -> None:
     lines = printed(["--placement", "v", "--memory-limit", "0.75p", "--t-comm", "0.1"], capsys)
     advice = [line for line in lines if line.startswith("more memory: ")]
     assert advice
-    assert all("the least possible bubble falls from" in line for line in advice)
+    assert all("in total): the bound on the bubble falls from" in line for line in advice)
     assert not any("more memory" in line for line in printed(["--memory-limit", "inf"], capsys))
 
 
@@ -72,6 +73,44 @@ def test_what_it_refuses(flags: list[str], message: str, capsys: Capture) -> Non
     assert message in captured.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ([], "limit: 1p = 4 M_B on every stage"),
+        (["--memory-limit", "6"], "limit: 6 M_B on every stage"),
+        (["--memory-limit", "inf"], "limit: none on every stage"),
+        (["--memory-limit", "6,6,4,inf"], "6 M_B on stages 0 to 1, 4 M_B on stage 2, none on sta"),
+        (["--memory-limit", "2p", "--m-b", "3"], "limit: 2p = 24 in units of the costs on every"),
+        (["--memory-limit", "2p", "--m-b", str(2**30)], "limit: 2p = 8 GiB on every stage"),
+        (["--memory-limit", "12GiB", "--m-b", str(2**30)], "limit: 12 GiB on every stage"),
+    ],
+)
+def test_the_limit_is_told_as_an_amount(flags: list[str], line: str, capsys: Capture) -> None:
+    assert line in printed(flags, capsys)[1]
+
+
+def limits_of_curve(flags: list[str], capsys: Capture) -> list[str]:
+    assert main(["curve", "--stages", "4", "--microbatches", "4", *flags]) == 0
+    _, _, header, *rows = capsys.readouterr().out.partition("\n\nlinear, by")[0].splitlines()
+    assert "found above bound" in header
+    return [row.split()[0] for row in rows]
+
+
+def test_a_curve_s_limits_are_round(capsys: Capture) -> None:
+    one = ["--placement", "linear"]
+    whole = ["1/3p", "0.5p", "0.75p", "1p", "1.25p", "1.5p", "2p", "2.5p"]
+    assert limits_of_curve(one, capsys) == whole
+    some = limits_of_curve([*one, "--from", "0.6p", "--to", "1.25p"], capsys)
+    assert some == ["0.6p", "0.75p", "1p", "1.25p"]
+    even = limits_of_curve([*one, "--from", "1p", "--to", "2p", "--steps", "3"], capsys)
+    assert even == ["1p", "1.5p", "2p"]
+
+
+def test_a_curve_names_its_effort(capsys: Capture) -> None:
+    assert main(["curve", *SIZE, "--to", "0.4p"]) == 0
+    assert "found with effort quick" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["bound", "curve"])
 def test_the_help_s_examples_work(command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
@@ -80,4 +119,4 @@ def test_the_help_s_examples_work(command: str, capsys: Capture) -> None:
     assert len(lines) >= 3
     for line in lines:
         assert main(line.split()[1:]) == 0
-        assert capsys.readouterr().err == ""
+        assert capsys.readouterr().err in ("", f"{COMPILING}\n")

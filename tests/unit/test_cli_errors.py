@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ def refusal(arguments: list[str], capsys: Capture) -> str:
     ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND (see zero-bubble --help)"),
-        (["schedule", "zb-h3", *SIZE], "no schedule is called 'zb-h3'; known: gpipe, 1f1b"),
+        (["schedule", "zb-h3", *SIZE], "no schedule is called 'zb-h3'; known: auto, gpipe"),
         (["schedule", "zb-h1", "--stages", "2"], "arguments are required: --microbatches"),
         (["compare", "--stages", "four", "--microbatches", "8"], "invalid int value: 'four'"),
         (["compare", "--stages", "0", "--microbatches", "8"], "at least 1 stage"),
@@ -53,6 +55,11 @@ def refusal(arguments: list[str], capsys: Capture) -> str:
         (["export", "1f1b", *SIZE, "--to", "png", "--output", "x"], "invalid choice: 'png'"),
         (["export", "nothing", "--output", "x.csv"], "'nothing' is neither a file nor one of"),
         (["draw", "nothing"], "'nothing' is neither a file nor one of gpipe, 1f1b"),
+        (["draw", "auto"], "zero-bubble schedule auto --stages P --microbatches M --output FILE"),
+        (["simulate", "1f1b", "auto", *SIZE], "auto is a search: save what it finds with zero-bu"),
+        (["export", "auto", "--output", "x.csv"], "--output FILE.json, and give FILE.json here"),
+        (["check", "auto"], "auto is no file: save the schedule with zero-bubble schedule auto"),
+        (["check", "zb-h1"], "zb-h1 is no file: save the schedule with zero-bubble schedule zb-h1"),
     ],
 )
 def test_a_user_s_error_ends_with_2(arguments: list[str], message: str, capsys: Capture) -> None:
@@ -62,9 +69,9 @@ def test_a_user_s_error_ends_with_2(arguments: list[str], message: str, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["schedule", "zb-h1", *SIZE, "--t-f", "1e308"], "add up to more than a number can hold"),
-        (["compare", *SIZE, "--t-f", "1e308"], "add up to more than a number can hold"),
-        (["schedule", "zb-h1", *SIZE, "--t-f", "1e-320"], "too large"),
+        (["schedule", "zb-h1", *SIZE, "--t-f", "1e308"], "t_f of stage 0, chunk 0, must be 0 or"),
+        (["compare", *SIZE, "--t-f", "1e308"], "t_f of stage 0, chunk 0, must be 0 or from"),
+        (["schedule", "zb-h1", *SIZE, "--t-f", "1e-320"], "t_f of stage 0, chunk 0, must be 0 or"),
     ],
 )
 def test_absurd_numbers_end_without_a_traceback(
@@ -115,6 +122,8 @@ def test_a_limit_below_what_one_microbatch_needs_is_a_violation(
         ("one.json", "[1, 2]", "expected a JSON object, not list"),
         ("one.json", '{"passes": 3}', "field 'format': expected 'zero-bubble schedule', not None"),
         ("one.json", "0F0,0B0\n", "not JSON: "),
+        ("one.svg", "<svg/>", "only .json and .csv schedules can be read"),
+        ("one.trace.json", '{"traceEvents": []}', "a Chrome trace, which is only to look at"),
     ],
 )
 def test_files_of_the_wrong_shape(
@@ -123,6 +132,17 @@ def test_files_of_the_wrong_shape(
     file = tmp_path / name
     file.write_text(content)
     assert f"{file}: {message}" in refusal([command[0], str(file), *command[1:]], capsys)
+
+
+@pytest.mark.parametrize("flag", ["stages", "microbatches", "chunks"])
+@pytest.mark.parametrize("command", [["draw"], ["simulate"], ["export", "--output", "x.csv"]])
+def test_a_file_has_its_own_size(
+    command: list[str], flag: str, tmp_path: Path, capsys: Capture
+) -> None:
+    file = str(tmp_path / "one.json")
+    save_schedule(build("zb-h1", 4, 8), file)
+    error = refusal([command[0], file, *command[1:], f"--{flag}", "2"], capsys)
+    assert f"--{flag} 2 is for names such as 1f1b: a file has its own number of {flag}" in error
 
 
 @pytest.mark.parametrize("command", ["schedule", "compare", "check", "draw", "export"])
@@ -155,3 +175,22 @@ def test_a_file_for_more_microbatches_than_it_has_passes(tmp_path: Path, capsys:
     file.write_text(text)
     capsys.readouterr()
     assert "need 2 passes each" in refusal(["check", str(file)], capsys)
+
+
+@pytest.mark.parametrize("command", ["bound", "compare", "curve", "partition", "schedule auto"])
+@pytest.mark.parametrize("sizes", [(10**20, 3), (3, 10**20), (1001, 1001)])
+def test_what_no_memory_could_hold_is_refused_at_once(
+    command: str, sizes: tuple[int, int], capsys: Capture
+) -> None:
+    flags = ["--stages", str(sizes[0]), "--microbatches", str(sizes[1])]
+    message = refusal([*command.split(), *flags], capsys)
+    assert "more than the 1,000,000 that can be handled" in message
+
+
+@pytest.mark.parametrize(("target", "code"), [("&-", 0), ("/dev/full", 2)])
+def test_a_standard_output_that_takes_nothing(target: str, code: int) -> None:
+    command = f"{sys.executable} -m zero_bubble compare --stages 2 --microbatches 2 >{target}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert ("standard output: No space left on device" in done.stderr) == (code == 2)

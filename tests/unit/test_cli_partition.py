@@ -24,6 +24,12 @@ MODEL = {
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.fixture(autouse=True)
+def compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the search has to be compiled first depends on the machine."""
+    monkeypatch.setattr("zero_bubble.cli.partition.announce_compiling", lambda: None)
+
+
 def printed(arguments: list[str], capsys: Capture) -> str:
     assert main(["partition", *arguments]) == 0
     captured = capsys.readouterr()
@@ -35,20 +41,71 @@ def test_the_table_and_the_flag(capsys: Capture) -> None:
     flags = [*QUICK, "--layers", "6", "--loss-t-f", "2", "--memory-limit", "8"]
     out = printed(flags, capsys)
     rows = [re.split(r"\s{2,}", line) for line in out.splitlines()]
-    assert rows[1] == ["0", "0", "embedding + 4", "4", "4", "4", "12", "12"]
-    assert rows[2] == ["1", "1", "2 + loss", "4", "4", "4", "12", "12"]
+    assert rows[1][:-1] == ["0", "0", "embedding + 4", "4", "4", "4", "12", "12"]
+    assert rows[2][:-1] == ["1", "1", "2 + loss", "4", "4", "4", "12", "12"]
+    assert all(float(row[-1]) <= 8 for row in rows[1:3])
+    assert "memory limit of each stage: 8 (--memory-limit 8)\n" in out
     # ZB-H1 on two stages of 4 ms a pass: 4 * 12 of work, and a bubble of T_F + T_B - T_W.
     assert ["this partition", "52", "7.69%"] in rows
-    assert "even partition" in out
-    assert "less time than with the even partition. No partition and schedule costs less." in out
+    assert "\neven partition " in out
+    assert "less time than with the even partition.\nNo partition and schedule costs less " in out
+    assert "costs less within the memory limit of 8.\n" in out
     assert "--pipeline-model-parallel-size 2 \\\n" in out
-    assert "--pipeline-model-parallel-layout 'Et*4|t*2L'\n" in out
-    assert "note:" not in out
+    assert "--pipeline-model-parallel-layout 'Et*4|t*2L'\n\n--output FILE.json saves" in out
+    assert "for information" not in out
+
+
+def test_a_default_limit_lets_layers_that_do_not_divide_run_as_1f1b_could(capsys: Capture) -> None:
+    flags = ["--stages", "2", "--microbatches", "8", "--effort", "quick", "--layers", "5"]
+    flags += ["--loss-t-f", "1"]
+    out = printed(flags, capsys)
+    # 3 layers a microbatch, 2 microbatches. ZB-H1: 8 * 9 of work, and T_F + T_B - T_W.
+    assert "memory limit of each stage: 6 (1p, the default" in out
+    assert "under a partition of least bottleneck)" in out
+    assert re.search(r"this partition +75 +4.00%", out)
+    less = printed([*flags, "--memory-limit", "0.8p"], capsys)
+    assert "memory limit of each stage: 4.8 (--memory-limit 0.8p)" in less
+    assert "more memory: with 4.8 more on every stage (twice as much for microbatches)" in less
+    assert "2p" not in out
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown", "within"),
+    [
+        ("inf", "memory limit of each stage: inf (", "costs less.\n"),
+        ("8,9", "memory limits of the stages: 8, 9 (", "costs less within these memory limits.\n"),
+    ],
+)
+def test_what_a_verdict_holds_within(limit: str, shown: str, within: str, capsys: Capture) -> None:
+    out = printed([*QUICK, "--layers", "4", "--memory-limit", limit], capsys)
+    assert shown in out
+    assert within in out
+
+
+def test_amounts_of_memory(capsys: Capture) -> None:
+    flags = ["--layers", "4", "--layer-m-b", "3GiB", "--layer-weight-memory", "1024 MiB"]
+    out = printed([*QUICK, *flags, "--loss-weight-memory", ".5e1gb"], capsys)
+    # Two layers a stage; 1p is two microbatches of 6 GiB, and the weights of the last stage.
+    weights = f"{2 + 5e9 / 2**30:.4g} GiB"
+    assert (
+        f"memory limit of each stage: {12 + 2 + 5e9 / 2**30:.4g} GiB (1p, the default: what" in out
+    )
+    assert "needs at most under the even partition)" in out
+    header, *rows = [re.split(r"\s{2,}", line) for line in out.splitlines()][:3]
+    assert header[-2:] == ["peak memory", "of it weights"]
+    assert [row[-1] for row in rows] == ["2 GiB", weights]
+
+
+def test_nothing_idles_and_no_sign_is_printed(capsys: Capture) -> None:
+    flags = ["--stages", "1", "--microbatches", "7", "--layers", "3", "--layer-t-f", "0.1"]
+    out = printed([*flags, "--effort", "quick"], capsys)
+    assert re.search(r"this partition +6.3 +0.00%", out)
+    assert "-0" not in out
 
 
 def test_without_a_head_it_is_the_even_partition(capsys: Capture) -> None:
     out = printed([*QUICK, "--layers", "4"], capsys)
-    assert "This is the even partition. No partition and schedule costs less." in out
+    assert "This is the even partition.\nNo partition and schedule costs less within" in out
 
 
 def test_every_flag_reaches_the_model(capsys: Capture, tmp_path: Path) -> None:
@@ -64,7 +121,7 @@ def test_every_flag_reaches_the_model(capsys: Capture, tmp_path: Path) -> None:
     out = printed(flags, capsys)
     found = load_file(path)
     assert found.costs is not None
-    assert "'Et*2|L'" in out
+    assert f"'Et*2|L' \\\n--pipeline-schedule {path}\n" in out
     for field in layer:
         table = getattr(found.costs, field)
         assert table == ((embedding[field] + 2 * layer[field],), (loss[field],))
@@ -81,7 +138,7 @@ def test_a_model_file(capsys: Capture, tmp_path: Path) -> None:
     found = load_file(saved)
     assert found.costs is not None
     assert (found.costs.t_f, found.costs.t_comm) == (((1.5,), (5,)), 0.1)
-    # 1p: two stages, each with half of the model's M_B of 4.
+    # 1p: two stages, each with one of the two layers.
     assert found.memory_limit == (4, 4)
     assert f"{simulate(found.schedule, found.costs).cost:.6g}" in out
 
@@ -90,14 +147,16 @@ def test_a_v_is_not_what_megatron_makes_of_the_flag(capsys: Capture) -> None:
     flags = ["--stages", "2", "--microbatches", "2", "--effort", "quick", "--layers", "3"]
     out = printed([*flags, "--placement", "v"], capsys)
     assert "3 transformer layers do not divide into 4 chunks" in out
-    assert "note: the parts are in model order. Megatron gives part k to rank k mod p" in out
+    assert "\nlayout: E" in out
+    assert "Megatron cannot run schedules of v placement yet" in out
+    assert "--pipeline" not in out
 
 
 def test_an_even_partition_without_room(capsys: Capture) -> None:
     flags = ["--layers", "4", "--loss-weight-memory", "7", "--memory-limit", "8"]
     out = printed([*QUICK, *flags], capsys)
     assert "'Et*3|tL'" in out
-    assert "There is no even partition: it does not fit the memory limits." in out
+    assert "There is no even partition: it does not fit the memory limit." in out
 
 
 @pytest.mark.parametrize(
@@ -114,10 +173,20 @@ def test_an_even_partition_without_room(capsys: Capture) -> None:
         (["--layers", "4", "--effort", "none"], "invalid choice: 'none'"),
         (["--layers", "4", "--stages", "7"], "6 layers (embedding and loss included) for 7 chunks"),
         (["--layers", "4", "--microbatches", "0"], "--microbatches 0: at least 1 is needed"),
-        (["--layers", "4", "--memory-limit", "1"], "no partition fits memory limits of 1, 1"),
+        (["--layers", "4", "--memory-limit", "1"], "no partition fits a memory limit of 1 a stage"),
         (["--layers", "4", "--memory-limit", "x"], "--memory-limit 'x': expected a limit such as"),
         (["--layers", "4", "--memory-limit", "1GiB"], "1GiB is in bytes, but the model is not"),
-        (["--layers", "4", "--layer-weight-memory", "1"], "--memory-limit 1p says nothing about"),
+        (["--layers", "4", "--layer-m-b", "3GB", "--memory-limit", "1.5GiB"], "limit of 1.5 GiB"),
+        (
+            ["--layers", "4", "--layer-m-b", "3 feet"],
+            "--layer-m-b: '3 feet' is no amount of memory",
+        ),
+        (["--layers", "4", "--loss-m-w", "inf"], "m_w of the loss layer must be a finite number"),
+        (
+            ["--layers", "4", "--loss-m-b", "-1"],
+            "m_b of the loss layer must be a finite number, at least 0, not -1",
+        ),
+        (["--layers", "4", "--output", "/no/x.json"], "--output /no/x.json: there is no directory"),
         (["--layers", "4", "--chunks", "2"], "--chunks 2 needs --placement interleaved"),
     ],
 )

@@ -11,7 +11,9 @@ import pytest
 
 from zero_bubble.check import check
 from zero_bubble.cli import main
+from zero_bubble.cli.compiling import COMPILING
 from zero_bubble.export.json_io import load_file
+from zero_bubble.jitter import jittered
 from zero_bubble.simulate import simulate
 
 SIZE = ["--stages", "4", "--microbatches", "8"]
@@ -22,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 def printed(arguments: list[str], capsys: Capture, code: int = 0) -> str:
     assert main(arguments) == code
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert captured.err in ("", f"{COMPILING}\n")
     return captured.out
 
 
@@ -30,8 +32,8 @@ def test_the_default_limit_is_1f1b_s_memory(capsys: Capture) -> None:
     """There nothing beats ZB-H1: (p-1)(T_F + T_B - T_W) of bubble (Table 2)."""
     out = printed(["schedule", "auto", *SIZE], capsys)
     assert out.startswith("stage 0  0F0 0F1")
-    assert "auto: cost 27 ms, bubble rate 11.11%, peak memory 4, " in out
-    assert "bound: 27 ms, bubble rate 11.11% (" in out
+    assert "auto-linear-1p: cost 27 ms, bubble rate 11.11%, peak memory 4, " in out
+    assert "\nlimit: 1p = 4 M_B on every stage\nbound: 27 ms, bubble rate 11.11% (" in out
     assert "optimal: no schedule within these limits costs less" in out
     assert out == printed(["schedule", "auto", *SIZE, "--memory-limit", "1p"], capsys)
 
@@ -62,10 +64,12 @@ def test_what_it_saves_keeps_its_limit_and_costs_what_it_says(
     found = load_file(path)
     assert found.costs is not None
     assert found.schedule.placement.name == placement
+    assert found.schedule.name == f"auto-{placement}-1.25p"
+    assert ("Megatron runs linear placement only" in out) == (placement != "linear")
     assert found.memory_limit == (5.0,) * 4
     assert check(found.schedule, costs=found.costs, memory_limit=5.0) == []
     assert f"cost {simulate(found.schedule, found.costs).cost:.6g} ms" in out
-    assert printed(["check", str(path)], capsys).startswith(f"{path}: legal")
+    assert f"{path}: legal" in printed(["check", str(path)], capsys)
 
 
 def test_chunks_of_the_interleaved_placement(capsys: Capture) -> None:
@@ -87,34 +91,49 @@ def test_a_gap_is_stated_with_what_the_bound_comes_from(capsys: Capture) -> None
     """One chunk a stage at half of 1F1B's memory: no search meets the bound there yet."""
     flags = ["--memory-limit", "0.5p", "--effort", "quick"]
     out = printed(["schedule", "auto", "--stages", "6", "--microbatches", "12", *flags], capsys)
-    assert "% of the best known bound (" in out
+    assert "% of the bound (found by " in out
     assert "optimal" not in out
 
 
 def test_it_says_where_more_memory_would_pay(capsys: Capture) -> None:
     out = printed(["schedule", "auto", *SIZE, "--effort", "quick"], capsys)
-    assert "more memory: up to 1 more memory on every stage" in out
+    assert "more memory: 1 more on every stage (+25.0% in total): the bound on the bubble" in out
 
 
 def test_robust_is_5_percent_if_nothing_is_said(capsys: Capture) -> None:
     out = printed(["schedule", "auto", *SIZE, "--effort", "quick", "--robust"], capsys)
-    assert "bubble rate" in out
+    assert "robust: mean cost " in out
     assert out == printed(
         ["schedule", "auto", *SIZE, "--effort", "quick", "--robust", "0.05"], capsys
     )
 
 
-def test_large_schedules_are_shown_in_part(capsys: Capture) -> None:
-    size = ["--stages", "12", "--microbatches", "60"]
-    out = printed(["schedule", "zb-h1", *size], capsys)
-    assert "stage  0  0F0 0F1" in out
-    assert "... 0I58 0W58 0I59 0W59\n" in out
-    assert "0I30" not in out
-    assert "--print-order" in out
+def test_robust_tells_the_mean_cost_of_what_it_chose(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    flags = ["--memory-limit", "1.25p", "--effort", "quick", "--robust", "0.3"]
+    out = printed(["schedule", "auto", *SIZE, *TIMES, *flags, "--output", str(path)], capsys)
+    found = load_file(path)
+    assert found.costs is not None
+    noisy = jittered(found.schedule, found.costs, sigma=0.3)
+    assert f"robust: mean cost {noisy.mean:.6g} ms when times vary by 30%; " in out
+    plain = printed(["schedule", "auto", *SIZE, *TIMES, *flags[:-2]], capsys)
+    cheapest = re.search(r"cost (\S+) ms", plain)
+    assert cheapest
+    assert cheapest[1] in out
+
+
+def test_large_schedules_are_shown_as_figures(capsys: Capture) -> None:
+    size = ["--stages", "5", "--microbatches"]
+    out = printed(["schedule", "zb-h1", *size, "20"], capsys)
+    assert "0I19" in out
+    assert "--print-order" not in out
+    out = printed(["schedule", "zb-h1", *size, "21"], capsys)
+    assert out.startswith("--print-order prints the order and the drawing of all 315 passes\n\n")
+    assert out.count("stage") == 0
     assert "zb-h1: cost" in out
-    whole = printed(["schedule", "zb-h1", *size, "--print-order"], capsys)
-    assert "0I30" in whole
-    assert "..." not in whole.partition("\n\n")[0]
+    assert "0I20" in printed(["schedule", "zb-h1", *size, "21", "--print-order"], capsys)
+    drawn = printed(["schedule", "zb-h1", *size, "21", "--width", "90"], capsys).splitlines()
+    assert [len(line) for line in drawn[:5]] == [90 + len("stage 0  ")] * 5
 
 
 def test_a_named_schedule_beside_a_limit(capsys: Capture) -> None:
@@ -141,7 +160,11 @@ def test_a_named_schedule_beside_a_limit(capsys: Capture) -> None:
         (["auto", "--method", "cp-sat", "--robust"], "--robust is for --method auto"),
         (["auto", "--method", "paper", "--effort", "quick"], "--effort quick is not for --method"),
         (["auto", "--method", "paper", "--placement", "v"], "not for the placement v"),
-        (["auto", "--robust", "-1"], "relative standard deviation such as 0.05, not -1"),
+        (
+            ["auto", "--robust", "-1"],
+            "--robust -1: expected a relative standard deviation from 0 to",
+        ),
+        (["auto", "--robust", "5"], "below 1: 0.05 is 5 %"),
         (["zb-h1", "--placement", "v"], "--placement is for auto: zb-h1 is one fixed schedule"),
         (["zb-v", "--time-limit", "3"], "--time-limit is for auto: zb-v is one fixed schedule"),
     ],
@@ -157,10 +180,10 @@ def test_what_it_refuses(flags: list[str], message: str, capsys: Capture) -> Non
 def test_compare_searches_if_asked(capsys: Capture) -> None:
     """At equal times: ZB-H1's bubble at 1p, none at 2p, and none with the V."""
     rows = {
-        line.rsplit(maxsplit=5)[0]: line.rsplit(maxsplit=5)[1:]
+        line.split()[0]: line.split()[1:]
         for line in printed(["compare", *SIZE, "--auto"], capsys).splitlines()[1:]
     }
-    assert rows["auto 1p"][:2] == ["27.00", "11.11%"]
-    assert rows["auto 2p"][:2] == ["24.00", "0.00%"]
-    assert rows["auto v 1p"][:2] == ["24.00", "0.00%"]
+    assert rows["auto-linear-1p"][:2] == ["27.00", "11.11%"]
+    assert rows["auto-linear-2p"][:2] == ["24.00", "0.00%"]
+    assert rows["auto-v-1p"][:2] == ["24.00", "0.00%"]
     assert not any(name.startswith("auto") for name in printed(["compare", *SIZE], capsys).split())

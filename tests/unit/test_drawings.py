@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -94,6 +95,44 @@ def test_svg_has_the_figures() -> None:
     assert "bubble 27.27 % · cost 33 ms" in texts
     assert "bubble 0.00 % · cost 24 ms" in texts
     assert {"1f1b", "zb-h2", "fused backward", "idle", "ms"} <= set(texts)
+
+
+def labels(picture: ElementTree.Element, kind: str) -> list[str]:
+    """Microbatch numbers on the passes of a kind."""
+    found = []
+    for group in picture.iter(f"{SVG}g"):
+        box = group.find(f"{SVG}rect")
+        assert box is not None
+        if box.get("class") == kind:
+            found += [one.text or "" for one in group.iter(f"{SVG}text")]
+    return found
+
+
+def test_svg_labels_all_passes_of_a_kind_or_none() -> None:
+    """One stage's W's are too short for their numbers: those of the other stages go, too."""
+    schedule = build("zb-h1", 3, 4)
+    costs = Costs.uniform(linear(3), 10, 10, 10)
+    even = ElementTree.fromstring(svg.draw(simulate(schedule, costs)))
+    uneven = ElementTree.fromstring(
+        svg.draw(simulate(schedule, replace(costs, t_w=((10,), (0.1,), (10,)))))
+    )
+    numbers = sorted("0123" * 3)
+    assert [sorted(labels(even, kind)) for kind in "FBW"] == [numbers] * 3
+    assert [sorted(labels(uneven, kind)) for kind in "FBW"] == [numbers, numbers, []]
+
+
+def test_svg_leaves_out_nothing_for_passes_that_take_no_time() -> None:
+    schedule = build("zb-h1", 2, 3)
+    costs = Costs.uniform(linear(2), 1, 1, 1)
+    picture = ElementTree.fromstring(svg.draw(simulate(schedule, replace(costs, t_w=((1,), (0,))))))
+    assert sorted(labels(picture, "W")) == ["0", "1", "2"]
+
+
+def test_svg_writes_memory_as_it_is_told() -> None:
+    timeline = simulate(build("1f1b", 2, 4), Costs.uniform(linear(2), 1, 1, 1, m_b=2**30))
+    picture = svg.draw(timeline, amount=lambda memory: f"{memory / 2**30:g} GiB")
+    assert ">2 GiB</text>" in picture
+    assert ">1 GiB</text>" in picture
 
 
 @given(seed=st.integers(0, 10**6), stages=st.integers(1, 3), chunks=st.integers(1, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -264,10 +265,23 @@ def test_a_drift_that_cannot_be_read(drift: str, capsys: Capture) -> None:
     assert f"--drift {drift}: expected STAGE:FACTOR, such as 3:1.1" in capsys.readouterr().err
 
 
-def test_the_examples_in_the_help_work(capsys: Capture) -> None:
+@pytest.mark.parametrize("jitter", ["1", "5", "-0.1", "nan"])
+def test_a_jitter_is_a_part_of_the_times(jitter: str, capsys: Capture) -> None:
+    assert main(["simulate", "zb-h1", *SIZE, f"--jitter={jitter}"]) == 2
+    assert f"--jitter {jitter}: expected at least 0 and less than 1: 0.05 is 5 %" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_examples_in_the_help_work(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["schedule", "zb-h1", *SIZE, "--output", "zb-h1.json"]) == 0
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     examples = re.findall(r"^  zero-bubble (simulate .*)$", capsys.readouterr().out, re.M)
-    assert len(examples) == 3
+    assert len(examples) == 4
     for example in examples:
         assert main(example.split()) == 0

@@ -145,9 +145,11 @@ def test_a_wrong_file_is_answered_with_file_field_and_what_is_expected(
         (b"{", "not JSON: "),
         (b"[]", "expected a JSON object, not list"),
         (b"\xff\xfe", "not a text file in UTF-8: "),
+        (b'{"traceEvents": []}', "a Chrome trace, which is only to look at"),
+        (b'{"t_f": [[1]]}', "costs alone, without a schedule: they are what --costs reads"),
     ],
 )
-def test_what_is_no_json_object(tmp_path: Path, content: bytes, message: str) -> None:
+def test_what_is_no_schedule_file(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "one.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):

@@ -19,7 +19,15 @@ from zero_bubble.check import check
 from zero_bubble.placement import Placement, interleaved, linear, v_shape
 from zero_bubble.search import partition as module
 from zero_bubble.search.auto import auto
-from zero_bubble.search.partition import EFFORTS, Layer, Model, PartitionProgress, partition
+from zero_bubble.search.partition import (
+    EFFORTS,
+    Layer,
+    Model,
+    NoPartitionFits,
+    PartitionProgress,
+    idle_share,
+    partition,
+)
 from zero_bubble.search.partition_balance import (
     Loads,
     all_partitions,
@@ -27,6 +35,7 @@ from zero_bubble.search.partition_balance import (
     bottleneck,
     count_partitions,
     neighbours,
+    reference_sizes,
     spread,
 )
 from zero_bubble.search.problem import Problem
@@ -172,13 +181,49 @@ def test_the_bubble_rate_may_rise_while_the_time_falls() -> None:
     assert rate > simulate(found.even.schedule, even).bubble_rate
 
 
+def test_less_time_is_less_idle_whatever_the_partition() -> None:
+    layers = model(*[1] * 8, loss=1.5)
+    found = partition(layers, linear(4), 12, 8.2, effort="quick")
+    assert found.even is not None
+    idle, of_even = (idle_share(layers, 4, 12, one.cost) for one in (found.solution, found.even))
+    assert 0 < idle < of_even
+    # What the simulator adds up, pass by pass.
+    timeline = simulate(found.solution.schedule, found.costs)
+    assert idle == pytest.approx(1 - sum(timeline.work) / (4 * timeline.cost))
+    # All stages at work all the time: rounding makes no share of less than 0.
+    assert idle_share(layers, 4, 12, 12 * layers.work / 4 * (1 - 1e-15)) == 0
+    assert idle_share(model(0), 1, 4, 0) == 0
+
+
+def test_a_limit_is_measured_by_the_even_partition_or_by_one_of_least_bottleneck() -> None:
+    assert reference_sizes(model(*[1] * 8, loss=9), linear(4)) == (3, 2, 2, 3)
+    assert reference_sizes(model(*[1] * 8, loss=9), v_shape(2)) == (3, 2, 2, 3)
+    # 3 layers here, 2 and a loss like one there.
+    assert reference_sizes(model(*[1] * 5, loss=1), linear(2)) == (4, 3)
+    with pytest.raises(ValueError, match=r"3 layers .* for 4 chunks: each needs at least one"):
+        reference_sizes(model(1), linear(4))
+
+
+def test_no_room_says_so_once_in_amounts() -> None:
+    with pytest.raises(NoPartitionFits) as caught:
+        partition(ALIKE, linear(2), 4, 3.0, effort="quick")
+    assert caught.value.limits == (3, 3)
+    assert caught.value.proven
+    assert caught.value.described(lambda memory: f"<{memory:g}>") == (
+        "no partition fits a memory limit of <3> a stage: "
+        "weights and one microbatch take <6.2> on all 2 stages together"
+    )
+
+
 def test_weights_take_memory() -> None:
     heavy = transformer(weight_memory=10)
     layers = Model((ALIKE.layers[0], *[transformer()] * 4, heavy, heavy, ALIKE.layers[-1]))
     # A stage of 16 has no room for two heavy layers.
     found = partition(layers, linear(2), 4, 16, effort="quick")
     assert found.sizes == (6, 2)
-    with pytest.raises(ValueError, match=r"no partition fits memory limits of 12, 12"):
+    with pytest.raises(
+        ValueError, match=r"no partition fits a memory limit of 12 a stage: weights"
+    ):
         partition(layers, linear(2), 4, 12, effort="quick")
 
 
@@ -201,7 +246,11 @@ def test_the_same_again_and_progress() -> None:
         ((ALIKE, linear(2), 0), "at least 1 microbatch is needed, not 0"),
         ((ALIKE, linear(2), 4, (8, 8, 8)), "3 memory limits for 2 stages: give one, or one each"),
         ((ALIKE, linear(2), 4, math.nan), "memory limit nan: expected a number"),
-        ((ALIKE, linear(2), 4, 3.0), "no partition fits memory limits of 3, 3: .* take 6.2 on all"),
+        (
+            (ALIKE, linear(2), 4, 3.0),
+            "no partition fits a memory limit of 3 a stage: .* take 6.2 on",
+        ),
+        ((ALIKE, linear(2), 4, (3, 2)), "no partition fits memory limits of 3, 2: weights and one"),
     ],
 )
 def test_what_cannot_be(arguments: tuple[Any, ...], message: str) -> None:
@@ -333,6 +382,9 @@ def test_a_model_in_json() -> None:
         0.25,
     )
     assert Model.from_dict(json.loads(json.dumps(GOOD))) == wanted
+    costless = Model.from_dict({"layers": [TRANSFORMER]}).layers
+    assert costless[0] == Layer("embedding", 0, 0, 0, 0, 0)
+    assert costless[-1] == Layer("loss", 0, 0, 0, 0, 0)
     alike = {**GOOD, "layers": {**TRANSFORMER, "count": 6}}
     assert Model.from_dict(alike).num_layers == 6
 
@@ -342,7 +394,7 @@ def test_a_model_in_json() -> None:
     [
         ([], "expected an object with embedding, layers, loss, t_comm, not"),
         ({**GOOD, "head": {}}, "unknown field 'head'; known: embedding, layers"),
-        ({"embedding": {}, "layers": [TRANSFORMER]}, "field 'loss' is missing"),
+        ({"embedding": {}, "loss": {}}, "field 'layers' is missing"),
         ({**GOOD, "layers": 3}, "field 'layers': expected a list of layers, or one with its count"),
         ({**GOOD, "layers": []}, "at least one transformer layer"),
         ({**GOOD, "layers": [3]}, "field 'layers[0]': expected an object with t_f, ..., not 3"),

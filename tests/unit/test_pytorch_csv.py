@@ -133,7 +133,18 @@ def test_the_order_that_pytorch_needs_for_its_losses() -> None:
         ("0F0,0B0\n2F0,2B0\n", "no row has a pass of stage 1, though stage 2 is there"),
         (
             "0F0,0B999999999\n",
-            "microbatch 999999999 is there, and 1000000000 need 2 passes each, but",
+            "row 1 (rank 0), column 2: 0B999999999 is of microbatch 999999999, but no pass is of "
+            "microbatch 1: microbatches count from 0",
+        ),
+        ("0F1,0B1\n", "row 1 (rank 0), column 1: 0F1 is of microbatch 1, but no pass is of micro"),
+        # 0F2 mistyped, far away and next to the highest.
+        (
+            "0F0,0F1,0B0, 0F7 ,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n",
+            "row 1 (rank 0), column 4: 0F7 is of microbatch 7, but no pass is of microbatch 3",
+        ),
+        (
+            "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,,1F1,1B1,1F3,1B2\n",
+            "row 2 (rank 1), column 6: 1F3 is the only pass of microbatch 3: each has a forward",
         ),
     ],
 )

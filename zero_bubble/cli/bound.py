@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from zero_bubble.cli.amount import amount
 from zero_bubble.cli.common import Commands, add_command
-from zero_bubble.cli.searching import add_problem, advice_lines, bound_line, problem_of
+from zero_bubble.cli.memory_limit import limit_line
+from zero_bubble.cli.searching import add_problem, limit_text, problem_of
+from zero_bubble.cli.summary import advice_lines, bound_line
 from zero_bubble.cli.table import table
 
 __all__ = ["add", "run"]
@@ -35,11 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     bound = lower_bound(problem)
     print(bound_line(problem, bound))
+    print(limit_line(limit_text(arguments), problem.memory_limit, problem.costs))
     print("\nwhat warm-up and cool-down make each stage wait at least, in ms:\n")
     rows = [
         (
             f"stage {stage}",
-            f"{limit:.4g}",
+            amount(limit),
             f"{one.work:.6g}",
             f"{one.warm_up:.6g}",
             f"{one.cool_down:.6g}",

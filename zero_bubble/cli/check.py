@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
-from zero_bubble.check import bit_identical_order, check
+from zero_bubble.builders import BUILDERS
+from zero_bubble.check import Rule, bit_identical_order, check
 from zero_bubble.check_program import check_program
+from zero_bubble.cli.amount import amount
 from zero_bubble.cli.common import (
     Commands,
+    UsageError,
     add_command,
     add_costs,
     add_memory_limit,
@@ -15,10 +20,13 @@ from zero_bubble.cli.common import (
     has_cost_flags,
     memory_limits,
 )
+from zero_bubble.cli.inputs import counted
 from zero_bubble.cli.sources import read
 from zero_bubble.costs import Costs
 from zero_bubble.export.json_io import ScheduleFile
 from zero_bubble.lower import lower
+from zero_bubble.schedule import Schedule
+from zero_bubble.simulate import simulate
 
 __all__ = ["add", "run"]
 
@@ -45,24 +53,52 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    file = read(arguments.file)
+    name: str = arguments.file
+    if (name in BUILDERS or name == "auto") and not Path(name).exists():
+        raise UsageError(
+            f"{name} is no file: save the schedule with zero-bubble schedule {name} --stages P "
+            "--microbatches M --output FILE.json, and give FILE.json here"
+        )
+    file = read(name)
     schedule = file.schedule
     costs, limits = _costs_and_limits(file, arguments)
     found = check(schedule, costs=costs, memory_limit=limits)
     if not found:
         found = check_program(lower(schedule)) + check_program(lower(schedule, forward_only=True))
     for one in found:
-        print(f"{arguments.file}: {one}")
+        print(f"{name}: {one}")
+    if limits is not None and all(one.rule is Rule.MEMORY for one in found):
+        peak = _amounts(simulate(schedule, costs).peak_memory)
+        print(f"{name}: peak memory {peak}; limit {_amounts(limits)}")
+        if file.costs is None and not has_cost_flags(arguments):
+            print(f"{name}: note: without costs a chunk counts 1 for each microbatch")
     if found:
-        print(f"{arguments.file}: illegal, {len(found)} violations")
+        print(f"{name}: illegal, {counted(len(found), 'violation')}")
         return 1
-    print(f"{arguments.file}: legal")
+    print(f"{name}: legal: {_size(schedule)}")
     notes = bit_identical_order(schedule)
     for one in notes:
-        print(f"{arguments.file}: note: {one}")
+        print(f"{name}: note: {one}")
     if not notes:
-        print(f"{arguments.file}: bit-identical to 1F1B")
+        print(f"{name}: bit-identical to 1F1B")
     return 0
+
+
+def _amounts(memory: Sequence[float]) -> str:
+    """Of each stage, or once if all are the same."""
+    texts = [*map(amount, memory)]
+    return texts[0] if len({*texts}) == 1 else ", ".join(texts)
+
+
+def _size(schedule: Schedule) -> str:
+    counts = sorted({len(held) for held in schedule.placement.positions})
+    chunks = (
+        counted(counts[0], "chunk") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} chunks"
+    )
+    return (
+        f"{counted(schedule.num_stages, 'stage')}, {chunks} a stage, "
+        f"{counted(schedule.num_microbatches, 'microbatch')}"
+    )
 
 
 def _costs_and_limits(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import NoReturn
 
+from zero_bubble.cli.amount import parse_amount
 from zero_bubble.cli.memory_limit import add_memory_limit, memory_limits
 from zero_bubble.cli.progress import ProgressBar
 from zero_bubble.costs import Costs
@@ -27,8 +29,11 @@ __all__ = [
     "has_cost_flags",
     "memory_limits",
     "placement_of",
+    "require_size",
 ]
 
+_MOST = 1_000_000
+"""Stages x microbatches x chunks."""
 _COST_FLAGS = ("t_f", "t_b", "t_w", "t_comm", "m_b", "m_w")
 
 
@@ -55,18 +60,19 @@ def add_command(
     summary: str,
     examples: str,
     description: str = "",
+    notes: str = "",
 ) -> argparse.ArgumentParser:
     """Register a command; ``run`` gets its arguments and returns the exit code.
 
-    ``summary`` is its line in ``zero-bubble --help``, ``examples`` end its own help: command lines
-    that work as they stand, one a line.
+    ``summary`` is its line in ``zero-bubble --help``. Its own help ends with ``notes`` and
+    ``examples``: command lines that work as they stand, one a line.
     """
     lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
     parser = commands.add_parser(
         name,
         help=summary,
         description=description or f"{summary[0].upper()}{summary[1:]}.",
-        epilog=f"examples:\n{lines}",
+        epilog=f"{notes}\n\nexamples:\n{lines}" if notes else f"examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
@@ -86,6 +92,16 @@ def add_size(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
         metavar="M",
         help=f"microbatches of a batch on one data-parallel replica{unless}",
     )
+
+
+def require_size(arguments: argparse.Namespace) -> None:
+    """UsageError for a schedule that no memory could hold, before anything tries."""
+    sizes = [getattr(arguments, name, None) or 1 for name in ("stages", "microbatches", "chunks")]
+    if (passes := math.prod(map(abs, sizes))) > _MOST:
+        raise UsageError(
+            f"--stages {sizes[0]} and --microbatches {sizes[1]}: {passes:.3g} microbatches on all "
+            f"stages together are more than the {_MOST:,} that can be handled"
+        )
 
 
 def add_chunks(parser: argparse.ArgumentParser) -> None:
@@ -139,8 +155,12 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--t-b", type=float, metavar="MS", help="time of B (as F)")
     group.add_argument("--t-w", type=float, metavar="MS", help="time of W (as B)")
     group.add_argument("--t-comm", type=float, metavar="MS", help="time of a message (0)")
-    group.add_argument("--m-b", type=float, metavar="X", help="memory from F to B (1)")
-    group.add_argument("--m-w", type=float, metavar="X", help="its part that stays to W (as M_B)")
+    group.add_argument(
+        "--m-b", type=parse_amount, metavar="X", help="memory from F to B, also in bytes: 3GiB (1)"
+    )
+    group.add_argument(
+        "--m-w", type=parse_amount, metavar="X", help="its part that stays to W (as M_B)"
+    )
     group.add_argument("--costs", metavar="FILE.json", help="profiled costs, instead of the above")
 
 
@@ -157,6 +177,13 @@ def costs_of(arguments: argparse.Namespace, placement: Placement) -> Costs:
             flag = "--" + given[0].replace("_", "-")
             raise UsageError(f"{flag} and --costs exclude each other: give one of them")
         costs = load_costs(arguments.costs)
+        if (stages := len(costs.shape)) != placement.num_stages:
+            # `check` has no such flag, other commands need none for a file.
+            flag = "--stages is" if vars(arguments).get("stages") else "the schedule has"
+            raise UsageError(
+                f"--costs {arguments.costs}: the file has costs for {stages} stages, {flag} "
+                f"{placement.num_stages}"
+            )
         try:
             costs.require(placement)
         except ValueError as error:

@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import replace
 
 from zero_bubble.builders import BUILDERS
+from zero_bubble.cli.amount import amount
 from zero_bubble.cli.common import (
     Commands,
     UsageError,
@@ -18,6 +19,7 @@ from zero_bubble.cli.common import (
     add_size,
     costs_of,
 )
+from zero_bubble.cli.compiling import announce_compiling
 from zero_bubble.cli.sources import build_named
 from zero_bubble.compare import comparison
 from zero_bubble.placement import linear, v_shape
@@ -25,7 +27,11 @@ from zero_bubble.simulate import Timeline, simulate
 
 __all__ = ["add", "run"]
 
-_SEARCHES = (("auto 1p", linear, 1), ("auto 2p", linear, 2), ("auto v 1p", v_shape, 1))
+_SEARCHES = (
+    ("auto-linear-1p", linear, 1),
+    ("auto-linear-2p", linear, 2),
+    ("auto-v-1p", v_shape, 1),
+)
 """Name, placement, and memory limit in units of p M_B."""
 
 
@@ -66,13 +72,22 @@ def run(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             refused[name] = error
     if arguments.auto:
+        announce_compiling()
         timelines += _found(arguments, refused)
     if not timelines:
         raise next(iter(refused.values()))
-    print(comparison(timelines))
-    for name, reason in refused.items():
-        print(f"zero-bubble: {name} is left out: {reason}", file=sys.stderr)
+    print(comparison(timelines, amount=amount))
+    if refused:
+        print(f"zero-bubble: left out: {_reasons(refused)}", file=sys.stderr)
     return 0
+
+
+def _reasons(refused: dict[str, ValueError]) -> str:
+    """Why which schedules are left out; those with one reason are named together."""
+    names: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        names.setdefault(str(reason), []).append(name)
+    return "; ".join(f"{', '.join(which)} ({reason})" for reason, which in names.items())
 
 
 def _found(arguments: argparse.Namespace, refused: dict[str, ValueError]) -> Iterator[Timeline]:

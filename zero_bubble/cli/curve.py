@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
+from zero_bubble.cli.amount import amount
 from zero_bubble.cli.common import (
     Commands,
     ProgressBar,
@@ -17,6 +18,7 @@ from zero_bubble.cli.common import (
     costs_of,
     placement_of,
 )
+from zero_bubble.cli.compiling import announce_compiling
 from zero_bubble.cli.searching import add_effort
 from zero_bubble.cli.table import table
 from zero_bubble.costs import Costs
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add", "run"]
 
-_LEAST, _MOST, _STEPS = 1 / 3, 2.5, 10
+_FACTORS = (1 / 3, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5)
+"""The limits if no number of them is given."""
+_EFFORT = "quick"
 _GRAMMAR = re.compile(r"(\d+\.?\d*|\.\d+)p?", re.IGNORECASE)
 
 
@@ -55,13 +59,18 @@ def add(commands: Commands) -> None:
         "--from",
         dest="least",
         metavar="Xp",
-        help="smallest limit (0.33p, or one microbatch if that is more)",
+        help="smallest limit (1/3p, or one microbatch if that is more)",
     )
-    parser.add_argument("--to", dest="most", metavar="Xp", help=f"largest limit ({_MOST}p)")
     parser.add_argument(
-        "--steps", type=int, default=_STEPS, metavar="N", help=f"number of limits ({_STEPS})"
+        "--to", dest="most", metavar="Xp", help=f"largest limit ({_shown(_FACTORS[-1])})"
     )
-    add_effort(parser, "quick")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"number of limits, evenly spaced (without it {', '.join(map(_shown, _FACTORS))})",
+    )
+    add_effort(parser, _EFFORT)
     add_costs(parser)
 
 
@@ -70,13 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
     factors = _factors(arguments)
     if arguments.microbatches < 1:
         raise UsageError(f"--microbatches {arguments.microbatches}: at least 1 is needed")
+    announce_compiling()
     curves = [_curve(placement, costs, factors, arguments) for placement, costs in shown]
     header = ["limit"]
     for placement, _ in shown:
-        header += [f"{placement.name} found", "bound", "gap"]
+        header += [f"{placement.name} found", "bound", "found above bound"]
     rows = []
     for index, factor in enumerate(factors):
-        row = [f"{factor:.3g}p"]
+        row = [_shown(factor)]
         for curve in curves:
             problem, solution = curve[index]
             row += [
@@ -85,6 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{solution.gap:.2%}",
             ]
         rows.append(row)
+    print(
+        f"bubble rates, found with effort {arguments.effort or _EFFORT}, and their lower bounds:\n"
+    )
     print(table(header, rows))
     for placement, costs in shown:
         if line := _flattening(placement, costs):
@@ -108,20 +121,28 @@ def _placements(arguments: argparse.Namespace) -> list[tuple[Placement, Costs]]:
 def _factors(arguments: argparse.Namespace) -> list[float]:
     """The limits in units of p M_B."""
     one = 1 / arguments.stages
-    least = max(_LEAST, one)
+    least, most = max(_FACTORS[0], one), _FACTORS[-1]
     if arguments.least is not None:
         least = _factor("--from", arguments.least)
         if least < one * (1 - 1e-9):
             raise UsageError(
                 f"--from {arguments.least}: one microbatch takes {one:.3g}p, the least that works"
             )
-    most = _MOST if arguments.most is None else _factor("--to", arguments.most)
+    if arguments.most is not None:
+        most = _factor("--to", arguments.most)
     if most < least:
         raise UsageError(f"--to {most:.3g}p is below --from {least:.3g}p: limits must rise")
-    steps: int = arguments.steps
+    steps: int | None = arguments.steps
+    if steps is None:
+        inner = [factor for factor in _FACTORS if least < factor < most]
+        return [least, *inner, most] if least < most else [least]
     if steps < 1:
         raise UsageError(f"--steps {steps}: at least 1 limit is needed")
     return [least + (most - least) * step / max(1, steps - 1) for step in range(steps)]
+
+
+def _shown(factor: float) -> str:
+    return "1/3p" if factor == 1 / 3 else f"{factor:.3g}p"
 
 
 def _factor(flag: str, text: str) -> float:
@@ -151,7 +172,7 @@ def _curve(
             costs,
             arguments.microbatches,
             limits,
-            effort=arguments.effort or "quick",
+            effort=arguments.effort or _EFFORT,
             progress=show,
         )
     return found
@@ -167,6 +188,6 @@ def _flattening(placement: Placement, costs: Costs) -> str:
         return ""
     return (
         f"{placement.name}, by the paper's appendix B: the bubble rate falls almost linearly up to "
-        f"{found.knee:.4g} ({found.knee / whole:.3g}p), the last bubbles go at "
-        f"{found.last_bubbles:.4g} ({found.last_bubbles / whole:.3g}p)"
+        f"{amount(found.knee)} ({found.knee / whole:.3g}p), the last bubbles go at "
+        f"{amount(found.last_bubbles)} ({found.last_bubbles / whole:.3g}p)"
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zero_bubble.builders import BUILDERS
+from zero_bubble.cli.amount import amount
 from zero_bubble.cli.common import (
     Commands,
     UsageError,
@@ -16,7 +17,7 @@ from zero_bubble.cli.common import (
     add_costs,
     add_size,
 )
-from zero_bubble.cli.sources import Source, source_of
+from zero_bubble.cli.inputs import Input, inputs, say, warn_of_illegal
 from zero_bubble.export import svg
 from zero_bubble.export.chrome_trace import save_trace
 from zero_bubble.export.json_io import save_schedule
@@ -52,11 +53,11 @@ def add(commands: Commands) -> None:
         help="the form; by default what the output's name ends in says: "
         + ", ".join(f"{ending} ({form})" for ending, form in _ENDINGS.items()),
     )
-    parser.add_argument("--output", required=True, metavar="FILE")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
     parser.add_argument(
         "--times", action="store_true", help="json: also write when each pass starts and ends"
     )
-    parser.add_argument("--width", type=int, metavar="PIXELS", help="svg: of the picture")
+    parser.add_argument("--width", type=int, metavar="PIXELS", help=f"svg: width ({svg.WIDTH})")
     add_size(parser, required=False)
     add_chunks(parser)
     add_costs(parser)
@@ -70,7 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         if given and form != wanted:
             raise UsageError(f"{flag} is for --to {wanted}, not for {form}")
-    _WRITERS[form](source_of(arguments.what, arguments), arguments)
+    found = inputs([arguments.what], arguments)
+    _WRITERS[form](found[0], arguments)
+    if arguments.times or form in _TIMED:
+        say(found)
+    warn_of_illegal(found)
+    if Path(arguments.output).is_file():  # not /dev/stdout
+        print(f"wrote {arguments.output}")
     return 0
 
 
@@ -84,27 +91,28 @@ def _form_of(output: str) -> str:
     )
 
 
-def _json(source: Source, arguments: argparse.Namespace) -> None:
+def _json(given: Input, arguments: argparse.Namespace) -> None:
+    source = given.source
     save_schedule(
         source.schedule,
         arguments.output,
         None if source.assumed else source.costs,
         memory_limit=source.memory_limit,
-        spans=source.timeline().spans if arguments.times else None,
+        spans=given.timeline().spans if arguments.times else None,
     )
 
 
-def _csv(source: Source, arguments: argparse.Namespace) -> None:
-    _save_csv(source, arguments, "compute_only")
+def _csv(given: Input, arguments: argparse.Namespace) -> None:
+    _save_csv(given, arguments, "compute_only")
 
 
-def _csv_comms(source: Source, arguments: argparse.Namespace) -> None:
-    _save_csv(source, arguments, "compute_comms")
+def _csv_comms(given: Input, arguments: argparse.Namespace) -> None:
+    _save_csv(given, arguments, "compute_comms")
 
 
-def _save_csv(source: Source, arguments: argparse.Namespace, form: Form) -> None:
-    save_csv(source.schedule, arguments.output, form)
-    if not has_losses_in_order(source.schedule):
+def _save_csv(given: Input, arguments: argparse.Namespace, form: Form) -> None:
+    save_csv(given.source.schedule, arguments.output, form)
+    if not has_losses_in_order(given.source.schedule):
         print(
             f"zero-bubble: note: {arguments.output} runs the last part's forwards out of "
             "microbatch order; PyTorch's runtime needs them in order, for their losses",
@@ -112,21 +120,24 @@ def _save_csv(source: Source, arguments: argparse.Namespace, form: Form) -> None
         )
 
 
-def _trace(source: Source, arguments: argparse.Namespace) -> None:
-    save_trace(source.timeline(), arguments.output)
+def _trace(given: Input, arguments: argparse.Namespace) -> None:
+    save_trace(given.timeline(), arguments.output)
 
 
-def _svg(source: Source, arguments: argparse.Namespace) -> None:
+def _svg(given: Input, arguments: argparse.Namespace) -> None:
     width = svg.WIDTH if arguments.width is None else arguments.width
-    Path(arguments.output).write_text(svg.draw(source.timeline(), width=width), encoding="utf-8")
+    picture = svg.draw(given.timeline(), width=width, amount=amount)
+    Path(arguments.output).write_text(picture, encoding="utf-8")
 
 
-_WRITERS: dict[str, Callable[[Source, argparse.Namespace], None]] = {
+_WRITERS: dict[str, Callable[[Input, argparse.Namespace], None]] = {
     "json": _json,
     "csv": _csv,
     "csv-comms": _csv_comms,
     "trace": _trace,
     "svg": _svg,
 }
+_TIMED = ("trace", "svg")
+"""Forms that show times, and with them what was assumed of the costs."""
 _ENDINGS = {".trace.json": "trace", ".json": "json", ".csv": "csv", ".svg": "svg"}
 """The first that fits counts."""

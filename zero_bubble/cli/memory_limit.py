@@ -5,26 +5,19 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Sequence
+from itertools import groupby
 
+from zero_bubble.cli.amount import BYTES, amount
 from zero_bubble.costs import Costs
 from zero_bubble.placement import Placement
 
-__all__ = ["add_memory_limit", "memory_limits"]
+__all__ = ["add_memory_limit", "limit_line", "memory_limits"]
 
-_BYTES = {
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
-_FACTOR = {unit.lower(): factor for unit, factor in _BYTES.items()}
+_FACTOR = {unit.lower(): factor for unit, factor in BYTES.items()}
 _GRAMMAR = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|[-+]?inf|nan)\s*([a-z]*)", re.I)
 _FLAG = "--memory-limit"
+_NONE = "none"
 
 
 def add_memory_limit(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +51,34 @@ def memory_limits(text: str, placement: Placement, costs: Costs) -> tuple[float,
     )
 
 
+def limit_line(text: str, limits: Sequence[float], costs: Costs) -> str:
+    """``limit: 1p = 4 M_B on every stage``: what a limit, given as ``text``, comes to."""
+    shown = [_shown(limit, costs) for limit in limits]
+    runs = [(value, len(list(stages))) for value, stages in groupby(shown)]
+    if len(runs) == 1:
+        value = shown[0]
+        # What says the same twice is said once.
+        same = text.replace(" ", "").lower() in {value.split()[0], value.replace(" ", "").lower()}
+        return f"limit: {value if same or value == _NONE else f'{text} = {value}'} on every stage"
+    parts, first = [], 0
+    for value, count in runs:
+        where = f"stage {first}" if count == 1 else f"stages {first} to {first + count - 1}"
+        parts.append(f"{value} on {where}")
+        first += count
+    given = "" if "," in text else f"{text} = "
+    return f"limit: {given}{', '.join(parts)}"
+
+
+def _shown(limit: float, costs: Costs) -> str:
+    if math.isinf(limit):
+        return _NONE
+    text = amount(limit)
+    if " " in text:  # it has a unit
+        return text
+    whole = all(math.isclose(sum(row), 1.0) for row in costs.m_b)
+    return f"{text} {'M_B' if whole else 'in units of the costs'}"
+
+
 def _limit(text: str, stages: int, m_b: float, stage: int) -> float:
     match = _GRAMMAR.fullmatch(text)
     if match is None:
@@ -70,9 +91,7 @@ def _limit(text: str, stages: int, m_b: float, stage: int) -> float:
     if unit == "p":
         return number * stages * m_b
     if unit not in _FACTOR:
-        raise ValueError(
-            f"{_FLAG} {text}: unknown unit {match[2]!r}; known: p, {', '.join(_BYTES)}"
-        )
+        raise ValueError(f"{_FLAG} {text}: unknown unit {match[2]!r}; known: p, {', '.join(BYTES)}")
     if m_b <= 1:
         # Costs in units of M_B: any number of bytes would be no limit at all.
         raise ValueError(

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from zero_bubble.builders import BUILDERS
 from zero_bubble.check import check
 from zero_bubble.cli.common import Commands, UsageError, add_command, memory_limits
-from zero_bubble.cli.drawing import add_drawing, drawing, figures
+from zero_bubble.cli.drawing import add_drawing, figures, picture
+from zero_bubble.cli.memory_limit import limit_line
+from zero_bubble.cli.output import require_json
 from zero_bubble.cli.searching import (
     METHODS,
     add_effort,
     add_problem,
-    advice_lines,
-    bound_line,
+    limit_text,
+    name_of,
     problem_of,
     search,
-    verdict,
 )
 from zero_bubble.cli.sources import build_named
+from zero_bubble.cli.summary import advice_lines, bound_line, robust_line, verdict
 from zero_bubble.costs import Costs
 from zero_bubble.export import text
 from zero_bubble.export.json_io import save_schedule
@@ -27,10 +30,15 @@ from zero_bubble.simulate import simulate
 
 __all__ = ["add", "run"]
 
-_MOST_PASSES = 2000
-"""Larger schedules are shown in part."""
-_SHOWN_FIRST, _SHOWN_LAST = 12, 4
+_MOST_PASSES = 300
+"""Of larger schedules only the figures are shown."""
 _ROBUST = 0.05
+_COSTS_FILE = """\
+costs of each stage and chunk, for --costs FILE.json; here of two stages of one chunk:
+  {"t_f": [[18.5], [18.1]], "t_b": [[18.1], [17.9]], "t_w": [[9.3], [9.4]],
+   "m_b": [[2e9], [2e9]], "m_w": [[1e9], [1e9]], "t_comm": 0.5}
+t_* are ms, m_b is memory from F to B and m_w its part that stays to W, both in any one unit.
+Where every stage has one chunk, [18.5, 18.1] is the same as [[18.5], [18.1]]."""
 
 
 def add(commands: Commands) -> None:
@@ -42,6 +50,7 @@ def add(commands: Commands) -> None:
         description="Builds a known schedule, or (auto) searches for the cheapest one within a\n"
         "memory limit: by default 1p, what 1F1B needs. With auto it also says how far from the\n"
         "optimum the result can be at most, and where more memory would pay.",
+        notes=_COSTS_FILE,
         examples="""
             zero-bubble schedule zb-h1 --stages 4 --microbatches 8
             zero-bubble schedule zb-h2 --stages 8 --microbatches 32 --t-f 18.5 --t-b 18.1 --t-w 9.3
@@ -62,7 +71,12 @@ def add(commands: Commands) -> None:
         help="what searches (auto): paper is the paper's own heuristic; cp-sat, highs and windows "
         "are solvers that start from what auto finds",
     )
-    group.add_argument("--time-limit", type=float, metavar="S", help="seconds for the solver (60)")
+    group.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="S",
+        help="seconds for the solver, in addition to the search of auto that it starts from (60)",
+    )
     group.add_argument(
         "--robust",
         type=float,
@@ -76,35 +90,39 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--print-order",
         action="store_true",
-        help=f"print all passes and the drawing, also of more than {_MOST_PASSES} passes",
+        help=f"print the order and the drawing, also of more than {_MOST_PASSES} passes",
     )
     parser.add_argument("--output", metavar="FILE.json", help="save the schedule and its costs")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return _run_auto(arguments) if arguments.name == "auto" else _run_named(arguments)
+    name: str = arguments.name
+    if name != "auto" and name not in BUILDERS:
+        raise UsageError(f"no schedule is called {name!r}; known: auto, {', '.join(BUILDERS)}")
+    if arguments.output is not None:
+        require_json("--output", arguments.output)
+    return _run_auto(arguments) if name == "auto" else _run_named(arguments)
 
 
 def _run_named(arguments: argparse.Namespace) -> int:
     name: str = arguments.name
     for flag in ("placement", "effort", "method", "time_limit", "robust"):
-        if name in BUILDERS and getattr(arguments, flag) is not None:
+        if getattr(arguments, flag) is not None:
             raise UsageError(
                 f"--{flag.replace('_', '-')} is for auto: {name} is one fixed schedule"
             )
     schedule, costs = build_named(name, arguments)
-    limits = None
-    if arguments.memory_limit is not None:
-        limits = memory_limits(arguments.memory_limit, schedule.placement, costs)
+    given: str | None = arguments.memory_limit
+    limits = None if given is None else memory_limits(given, schedule.placement, costs)
     _show(schedule, costs, limits, arguments)
-    if limits is None:
+    if given is None or limits is None:
         return 0
+    print(limit_line(given, limits, costs))
     violations = check(schedule, costs=costs, memory_limit=limits)
-    print("")
     for violation in violations:
-        print(f"--memory-limit {arguments.memory_limit}: {violation}")
+        print(f"--memory-limit {given}: {violation}")
     if not violations:
-        print(f"--memory-limit {arguments.memory_limit}: kept")
+        print(f"--memory-limit {given}: kept")
     return 1 if violations else 0
 
 
@@ -114,7 +132,7 @@ def _run_auto(arguments: argparse.Namespace) -> int:
     from zero_bubble.search.bounds import lower_bound
 
     bound = lower_bound(problem)
-    solution = search(
+    found = search(
         problem,
         bound,
         effort=arguments.effort,
@@ -122,11 +140,22 @@ def _run_auto(arguments: argparse.Namespace) -> int:
         time_limit=arguments.time_limit,
         jitter=arguments.robust,
     )
-    _show(solution.schedule, problem.costs, problem.memory_limit, arguments)
-    print(f"\n{bound_line(problem, bound)}")
-    print(verdict(problem, solution, bound))
-    for line in advice_lines(problem, bound):
-        print(line)
+    schedule = replace(found.solution.schedule, name=name_of(arguments))
+    _show(schedule, problem.costs, problem.memory_limit, arguments)
+    print(limit_line(limit_text(arguments), problem.memory_limit, problem.costs))
+    print(bound_line(problem, bound, found))
+    print(verdict(found))
+    if found.plain is not None:
+        print(robust_line(found, found.plain, arguments.robust))
+    if not found.solver_proves:
+        # What a solver proves for these limits says nothing about others.
+        for line in advice_lines(problem, bound):
+            print(line)
+    if arguments.output is not None and arguments.placement != "linear":
+        print(
+            f"note: {arguments.output} has {arguments.placement} placement: Megatron runs linear "
+            "placement only so far"
+        )
     return 0
 
 
@@ -136,23 +165,15 @@ def _show(
     limits: tuple[float, ...] | None,
     arguments: argparse.Namespace,
 ) -> None:
-    """Print the schedule, and save it if a file is named."""
+    """Print the schedule and its figures, and save it if a file is named."""
     timeline = simulate(schedule, costs)
-    whole = arguments.print_order or sum(map(len, schedule.passes)) <= _MOST_PASSES
-    drawn = whole or arguments.width is not None
-    picture = drawing(timeline, arguments) if drawn else figures(timeline)
+    count = sum(map(len, schedule.passes))
+    whole = arguments.print_order or count <= _MOST_PASSES
+    parts = [text.order(schedule)] if whole else []
+    if whole or arguments.width is not None:
+        parts.append(picture(timeline, arguments))
     if arguments.output is not None:
         save_schedule(schedule, arguments.output, costs, memory_limit=limits)
-    order = text.order(schedule) if whole else _ends(schedule)
-    print(f"{order}\n\n{picture}")
-
-
-def _ends(schedule: Schedule) -> str:
-    """The first and last passes of each stage."""
-    digits = len(str(schedule.num_stages - 1))
-    lines = []
-    for stage, row in enumerate(schedule.passes):
-        passes = [str(one) for one in row[:_SHOWN_FIRST]] + ["..."]
-        passes += [str(one) for one in row[_SHOWN_FIRST:][-_SHOWN_LAST:]]
-        lines.append(f"stage {stage:>{digits}}  {' '.join(passes)}")
-    return "\n".join(lines) + "\n--print-order prints all passes"
+    if not whole:
+        parts.append(f"--print-order prints the order and the drawing of all {count} passes")
+    print("\n\n".join([*parts, figures(timeline)]))

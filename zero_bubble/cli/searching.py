@@ -1,8 +1,9 @@
-"""What the commands that search share: the problem, the search, and how its result reads."""
+"""What the commands that search share: the problem, and the search."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_bubble.cli.common import (
@@ -16,6 +17,7 @@ from zero_bubble.cli.common import (
     memory_limits,
     placement_of,
 )
+from zero_bubble.cli.compiling import announce_compiling
 
 if TYPE_CHECKING:
     from zero_bubble.search.bounds import Bound
@@ -29,19 +31,46 @@ if TYPE_CHECKING:
 __all__ = [
     "EFFORTS",
     "METHODS",
+    "Found",
     "add_effort",
     "add_problem",
-    "advice_lines",
-    "bound_line",
+    "limit_text",
+    "name_of",
     "problem_of",
     "search",
-    "verdict",
 ]
 
 EFFORTS = ("quick", "normal", "thorough")
 METHODS = ("auto", "paper", "cp-sat", "highs", "windows")
 _TIMED = ("cp-sat", "highs", "windows")
 _LIMIT = "1p"
+_LONGEST_LIMIT = 16
+"""Longer ones do not go into a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found, and how."""
+
+    problem: Problem
+    solution: Solution
+    bound: Bound
+    """What is proven without a search."""
+    method: str
+    start: Solution | None = None
+    """What a solver started from."""
+    plain: Solution | None = None
+    """The cheapest schedule without noise, if the mean cost under noise was what counted."""
+
+    @property
+    def best_bound(self) -> float:
+        """The best that is proven, in ms."""
+        return max(self.solution.bound, self.bound.cost)
+
+    @property
+    def solver_proves(self) -> bool:
+        """Whether a solver's bound is the best."""
+        return self.start is not None and self.solution.bound > self.bound.cost * (1 + 1e-6)
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +83,12 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
 
 def add_effort(parser: argparse._ActionsContainer, default: str) -> None:
     """``--effort``; None stands for the default."""
-    parser.add_argument("--effort", choices=EFFORTS, help=f"how long the search tries ({default})")
+    parser.add_argument(
+        "--effort",
+        choices=EFFORTS,
+        help="how long the search tries: with 32 stages quick takes a second or two, normal up to "
+        f"about ten, thorough up to a minute or so ({default})",
+    )
 
 
 def problem_of(arguments: argparse.Namespace) -> Problem:
@@ -66,7 +100,7 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
 
     placement = placement_of(arguments)
     costs = costs_of(arguments, placement)
-    text: str = arguments.memory_limit or _LIMIT
+    text = limit_text(arguments)
     limits = memory_limits(text, placement, costs)
     if arguments.microbatches < 1:
         raise UsageError(f"--microbatches {arguments.microbatches}: at least 1 is needed")
@@ -74,6 +108,28 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
         return Problem(placement, costs, arguments.microbatches, limits)
     except ValueError as error:
         raise ValueError(f"--memory-limit {text}: {error}") from error
+
+
+def limit_text(arguments: argparse.Namespace) -> str:
+    """The memory limit as it was given, or the default."""
+    text: str | None = arguments.memory_limit
+    return _LIMIT if text is None else text
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """What a schedule that was found is called, so that tables can tell it from others.
+
+    ``auto-v-1p``: placement and limit, then what else was asked for.
+    """
+    chunks = arguments.chunks or ""
+    limit = limit_text(arguments).replace(" ", "")
+    parts = ["auto", f"{arguments.placement}{chunks}"]
+    parts.append(limit if len(limit) <= _LONGEST_LIMIT else "own-limits")
+    if arguments.method not in (None, "auto"):
+        parts.append(arguments.method)
+    if arguments.robust is not None:
+        parts.append("robust")
+    return "-".join(parts)
 
 
 def search(
@@ -84,7 +140,7 @@ def search(
     method: str = "auto",
     time_limit: float | None = None,
     jitter: float | None = None,
-) -> Solution:
+) -> Found:
     """The best schedule that a method finds, with a progress bar.
 
     ``effort`` None is normal. The solvers start from what ``auto`` finds, and have
@@ -99,18 +155,28 @@ def search(
         raise UsageError(f"--time-limit {time_limit:g}: more than 0 seconds are needed")
     if jitter is not None and method != "auto":
         raise UsageError(f"--robust is for --method auto: {method} knows no noise")
+    if jitter is not None and not 0 <= jitter < 1:
+        raise UsageError(
+            f"--robust {jitter:g}: expected a relative standard deviation from 0 to below 1: 0.05 "
+            "is 5 %"
+        )
     if method == "paper":
         from zero_bubble.search.paper import paper_method
 
         if effort is not None:
             raise UsageError(f"--effort {effort} is not for --method paper: it has no choice")
-        return paper_method(problem)
+        return Found(problem, paper_method(problem), bound, method)
+    announce_compiling()
     with ProgressBar() as bar:
         found = _auto(problem, bound, bar, effort or "normal", jitter)
+        plain = None
+        if jitter is not None:
+            plain = _auto(problem, bound, bar, effort or "normal", None)
     if method == "auto":
-        return found
+        return Found(problem, found, bound, method, plain=plain)
     with ProgressBar(method) as bar:
-        return _improve(problem, found, bound, bar, method, time_limit or 60.0)
+        better = _improve(problem, found, bound, bar, method, time_limit or 60.0)
+    return Found(problem, better, bound, method, start=found)
 
 
 def _auto(
@@ -151,40 +217,3 @@ def _improve(
         lower_bound=least,
         progress=show,
     )
-
-
-def bound_line(problem: Problem, bound: Bound) -> str:
-    """``bound: 99 ms, bubble rate 3.03% (cool-down of stage 0)``."""
-    rate = problem.bubble_rate(bound.cost)
-    return f"bound: {bound.cost:.6g} ms, bubble rate {rate:.2%} ({_origin(bound)})"
-
-
-def verdict(problem: Problem, solution: Solution, bound: Bound) -> str:
-    """Whether a schedule is optimal, or how far from it at most."""
-    proven = solution.bound > bound.cost * (1 + 1e-9)
-    best = max(solution.bound, bound.cost)
-    if solution.cost <= best * (1 + 1e-6):
-        return f"optimal: no schedule within these limits costs less (found by {solution.how})"
-    origin = f"proven by {solution.how}" if proven else _origin(bound)
-    gap = (solution.cost - best) / solution.cost
-    return f"within {gap:.1%} of the best known bound ({origin}; found by {solution.how})"
-
-
-def advice_lines(problem: Problem, bound: Bound) -> list[str]:
-    """Where a little more memory would remove many bubbles, a line each."""
-    from zero_bubble.search.advice import advise
-
-    found = advise(problem, bound)
-    # Not those that another one beats with less memory.
-    return [
-        f"more memory: {one}"
-        for one in found
-        if not any(
-            other.extra_memory < one.extra_memory and other.rate_after <= one.rate_after + 1e-9
-            for other in found
-        )
-    ]
-
-
-def _origin(bound: Bound) -> str:
-    return f"{bound.reason} of stage {bound.stage}"

@@ -14,7 +14,8 @@ from zero_bubble.cli.common import (
     add_costs,
     add_size,
 )
-from zero_bubble.cli.sources import source_of
+from zero_bubble.cli.inputs import inputs, say, warn_of_differences, warn_of_illegal
+from zero_bubble.cli.table import table
 
 __all__ = ["add", "run"]
 
@@ -30,9 +31,12 @@ def add(commands: Commands) -> None:
         summary="what schedules cost when the times of their passes vary",
         description="Runs each schedule's fixed order many times, with other times of passes and\n"
         "messages in each repeat; all schedules meet the same noise. The bubble rate is\n"
-        "the mean over the repeats, measured against what the busiest stage computes.",
+        "the mean over the repeats, measured against what the busiest stage computes.\n"
+        "Names take stages, microbatches and costs from the first file, if no flag gives\n"
+        "them.",
         examples="""
             zero-bubble simulate 1f1b --stages 4 --microbatches 8
+            zero-bubble simulate zb-h1.json 1f1b
             zero-bubble simulate zb-h1 1f1b --stages 8 --microbatches 24 --jitter 0.1
             zero-bubble simulate zb-h2 zb-h1 --stages 8 --microbatches 24 --drift 3:1.1 --seed 7
         """,
@@ -45,7 +49,7 @@ def add(commands: Commands) -> None:
         type=float,
         default=0.05,
         metavar="X",
-        help="standard deviation of the times, of their mean (0.05)",
+        help="relative standard deviation of the times, below 1: 0.05 is 5 %% (0.05)",
     )
     parser.add_argument(
         "--drift", metavar="STAGE:FACTOR", help="a slower stage: 3:1.1 is stage 3, 10 %% slower"
@@ -61,37 +65,42 @@ def run(arguments: argparse.Namespace) -> int:
     # The other commands should not wait until a compiler is loaded.
     from zero_bubble.jitter import jittered
 
+    if not 0 <= arguments.jitter < 1:
+        raise UsageError(
+            f"--jitter {arguments.jitter:g}: expected at least 0 and less than 1: 0.05 is 5 %"
+        )
     drift = None if arguments.drift is None else _drift(arguments.drift)
+    found = inputs(arguments.what, arguments)
     results = []
-    for source in [source_of(what, arguments) for what in arguments.what]:
+    for one in found:
+        one.timeline()  # says which file it is that deadlocks
         results.append(
             jittered(
-                source.schedule,
-                source.costs,
+                one.source.schedule,
+                one.source.costs,
                 sigma=arguments.jitter,
                 drift=drift,
                 repeats=arguments.repeats,
                 seed=arguments.seed,
             )
         )
+    say(found)
+    warn_of_illegal(found)
+    warn_of_differences(found)
     rows = [
         (
-            one.schedule.name,
-            f"{one.cost:.6g}",
-            f"{one.mean:.6g}",
-            f"{one.p95:.6g}",
-            f"{one.bubble_rate:.2%}",
+            one.label,
+            f"{result.cost:.6g}",
+            f"{result.mean:.6g}",
+            f"{result.p95:.6g}",
+            f"{result.bubble_rate:.2%}",
         )
-        for one in results
+        for one, result in zip(found, results, strict=True)
     ]
-    widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
-    for name, *figures in (_HEADER, *rows):
-        cells = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
-        print("  ".join((name.ljust(widths[0]), *cells)))
-    first, *others = results
-    for other in others:
+    print(table(_HEADER, rows))
+    for one, result in zip(found[1:], results[1:], strict=True):
         print(
-            f"{first.schedule.name} beats {other.schedule.name} in {first.beats(other):.0%} of "
+            f"{found[0].label} beats {one.label} in {results[0].beats(result):.0%} of "
             f"{arguments.repeats} repeats"
         )
     return 0

@@ -51,6 +51,9 @@ def read(path: str) -> ScheduleFile:
 
     A schedule without a name is called after its file. ValueError names file and place.
     """
+    suffix = Path(path).suffix.lower()
+    if suffix not in {"", ".json", ".csv"} and Path(path).is_file():
+        raise UsageError(f"{path}: only .json and .csv schedules can be read")
     found = ScheduleFile(load_csv(path)) if path.lower().endswith(".csv") else load_file(path)
     if found.schedule.name:
         return found

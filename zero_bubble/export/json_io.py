@@ -149,6 +149,8 @@ def load_costs(path: str | Path) -> Costs:
 
 
 def _schedule(data: dict[str, Any]) -> Schedule:
+    if "format" not in data and "t_f" in data:
+        raise ValueError("costs alone, without a schedule: they are what --costs reads")
     if data.get("format") != _FORMAT:
         raise ValueError(f"field 'format': expected {_FORMAT!r}, not {data.get('format')!r}")
     if data.get("version") != _VERSION:
@@ -253,6 +255,11 @@ def _read(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object, not {type(data).__name__}")
+    if "traceEvents" in data:
+        raise ValueError(
+            f"{path}: a Chrome trace, which is only to look at (https://ui.perfetto.dev): give the "
+            "JSON or CSV file that it was made from"
+        )
     return data
 
 

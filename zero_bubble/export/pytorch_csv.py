@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -61,12 +62,14 @@ def load_csv(path: str | Path) -> Schedule:
     """The schedule of a file in either form, legal or not: `zero_bubble.check` says.
 
     A row's positions become the stage's chunks 0, 1, ... in ascending order; m is one more than the
-    highest microbatch. Empty cells, PyTorch's idle time steps, are skipped. Messages, if there are
-    any, must be those the passes need, each sent after and received before its pass, and in the
-    same order on both sides; they are not kept, since `zero_bubble.lower` makes them anew.
+    highest microbatch, and each below it needs a forward and a backward somewhere. Empty cells,
+    PyTorch's idle time steps, are skipped. Messages, if there are any, must be those the passes
+    need, each sent after and received before its pass, and in the same order on both sides; they
+    are not kept, since `zero_bubble.lower` makes them anew.
     ValueError names file, row and column (from 1) and cell; OSError if it can't be read.
     """
-    rows = [list(_actions(path, rank, row)) for rank, row in enumerate(_read(path))]
+    cells = _read(path)
+    rows = [list(_actions(path, rank, row)) for rank, row in enumerate(cells)]
     placement = _placement(path, rows)
     chunk = {position: chunk for held in placement.positions for chunk, position in enumerate(held)}
     passes = tuple(
@@ -75,12 +78,7 @@ def load_csv(path: str | Path) -> Schedule:
         )
         for row in rows
     )
-    microbatches = 1 + max(one.microbatch for row in passes for one in row)
-    if (longest := max(map(len, passes))) < 2 * microbatches:
-        raise ValueError(
-            f"{path}: microbatch {microbatches - 1} is there, and {microbatches} need 2 passes "
-            f"each, but no row has more than {longest} passes"
-        )
+    microbatches = _microbatches(path, cells, passes)
     try:
         check_messages(placement, rows)
     except ValueError as error:
@@ -132,6 +130,36 @@ def _actions(path: str | Path, rank: int, row: list[str]) -> Iterator[Pass | Mes
                 f"{cell!r:.60}: expected stage, one of F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B, "
                 "microbatch, such as 0F3"
             )
+
+
+def _microbatches(
+    path: str | Path, cells: list[list[str]], passes: tuple[tuple[Pass, ...], ...]
+) -> int:
+    """How many there are; a mistyped one is a cell that stands alone, or leaves a gap below."""
+    times = Counter(one.microbatch for row in passes for one in row)
+    highest = max(times)
+    missing = next(one for one in range(len(times) + 1) if one not in times)
+    if missing < highest:
+        raise ValueError(
+            f"{path}: {_where(cells, highest)} is of microbatch {highest}, but no pass is of "
+            f"microbatch {missing}: microbatches count from 0 without gaps"
+        )
+    if alone := sorted(one for one, count in times.items() if count == 1):
+        raise ValueError(
+            f"{path}: {_where(cells, alone[-1])} is the only pass of microbatch {alone[-1]}: each "
+            "has a forward and a backward"
+        )
+    return highest + 1
+
+
+def _where(cells: list[list[str]], microbatch: int) -> str:
+    """The first cell with a pass of this microbatch."""
+    return next(
+        f"row {rank + 1} (rank {rank}), column {column}: {cell.strip()}"
+        for rank, row in enumerate(cells)
+        for column, cell in enumerate(row, start=1)
+        if _PASS.fullmatch(cell.strip()) and Pass.parse(cell.strip()).microbatch == microbatch
+    )
 
 
 def _placement(path: str | Path, rows: list[list[Pass | Message]]) -> Placement:

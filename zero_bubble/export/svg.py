@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -50,20 +50,36 @@ _STYLE = """
 """
 
 
-def draw(timeline: Timeline, *, title: str | None = None, width: int = WIDTH) -> str:
+def _plain(memory: float) -> str:
+    return f"{memory:.4g}"
+
+
+def draw(
+    timeline: Timeline,
+    *,
+    title: str | None = None,
+    width: int = WIDTH,
+    amount: Callable[[float], str] = _plain,
+) -> str:
     """The SVG of one timeline; see `draw_all`."""
-    return draw_all([timeline], titles=None if title is None else [title], width=width)
+    titles = None if title is None else [title]
+    return draw_all([timeline], titles=titles, width=width, amount=amount)
 
 
 def draw_all(
-    timelines: Sequence[Timeline], *, titles: Sequence[str] | None = None, width: int = WIDTH
+    timelines: Sequence[Timeline],
+    *,
+    titles: Sequence[str] | None = None,
+    width: int = WIDTH,
+    amount: Callable[[float], str] = _plain,
 ) -> str:
     """The SVG of several timelines below each other, on one time scale.
 
     A row a stage: F blue, B teal, W green, the fused backward half teal and half green, microbatch
-    numbers in them, gray where a stage idles between its first and its last pass. A stage's second
-    and later chunks have colours of their own. At the right the bubble rate, and each stage's peak
-    memory in the unit of the costs.
+    numbers in them where those of all of a timeline's F's, B's or W's fit, gray where a stage idles
+    between its first and its last pass. A stage's second and later chunks have colours of their
+    own. At the right the bubble rate, and each stage's peak memory, in the unit of the costs and
+    written by ``amount``.
     ``titles`` are the schedules' names by default; ``width`` is in pixels. ValueError for no
     timeline, a number of titles that differs, or a width below 400.
     """
@@ -79,7 +95,7 @@ def draw_all(
     scale = _Scale(end or 1.0, width - _LEFT - _RIGHT)
     top, body = _TOP, list[str]()
     for timeline, title in zip(timelines, titles, strict=True):
-        body += _panel(timeline, title, scale, top)
+        body += _panel(timeline, title, scale, top, amount)
         top += _TITLE + timeline.schedule.num_stages * (_ROW + _GAP) + _BETWEEN
     body += _axis(scale, top - _BETWEEN + 6)
     top += _AXIS - _BETWEEN + 6
@@ -106,7 +122,9 @@ class _Scale:
         return _LEFT + time / self.end * self.pixels
 
 
-def _panel(timeline: Timeline, title: str, scale: _Scale, top: int) -> Iterator[str]:
+def _panel(
+    timeline: Timeline, title: str, scale: _Scale, top: int, amount: Callable[[float], str]
+) -> Iterator[str]:
     margin = _LEFT + scale.pixels + 12
     base = top + 16
     rate = f"{timeline.bubble_rate:.2%}".replace("%", " %")
@@ -114,6 +132,7 @@ def _panel(timeline: Timeline, title: str, scale: _Scale, top: int) -> Iterator[
     yield _text(_LEFT, base, title, "title")
     yield _text(_LEFT + scale.pixels, base, figures, "figure strong", anchor="end")
     yield _text(margin, base, "peak memory", "figure")
+    labelled = _labelled_kinds(timeline, scale)
     for stage, memory in enumerate(timeline.peak_memory):
         y = top + _TITLE - 6 + stage * (_ROW + _GAP)
         middle = y + _ROW / 2 + 4
@@ -123,30 +142,59 @@ def _panel(timeline: Timeline, title: str, scale: _Scale, top: int) -> Iterator[
             left, right = scale.x(spans[0].start), scale.x(spans[-1].end)
             yield _box(left, y, right - left, "idle")
         for span in timeline.spans[stage]:
-            yield from _pass(timeline, stage, span, scale, y)
-        yield _text(margin, middle, f"{memory:.4g}", "figure strong")
+            yield from _pass(timeline, stage, span, scale, y, span.what.kind in labelled)
+        yield _text(margin, middle, amount(memory), "figure strong")
 
 
-def _pass(timeline: Timeline, stage: int, span: Span, scale: _Scale, y: int) -> Iterator[str]:
-    left, right = scale.x(span.start), scale.x(span.end)
+def _labelled_kinds(timeline: Timeline, scale: _Scale) -> set[Kind]:
+    """Kinds whose labels all fit: with some of a kind only, stages would look different.
+
+    A pass that takes no time has no room for any; it does not count.
+    """
+    crowded = {
+        span.what.kind
+        for stage, row in enumerate(timeline.spans)
+        for span in row
+        if span.end > span.start
+        and len(str(span.what.microbatch)) * _LABEL_WIDTH >= _room(timeline, stage, span, scale)
+    }
+    return {*Kind} - crowded
+
+
+def _room(timeline: Timeline, stage: int, span: Span, scale: _Scale) -> float:
+    """Pixels for the label, which does not cross the seam of a fused backward."""
+    return _width(span, scale) * _share(timeline, stage, span)
+
+
+def _width(span: Span, scale: _Scale) -> float:
     # A hair between passes, so that neighbours of one kind can be told apart.
-    width = max(right - left - 0.8, 0.4)
-    what = span.what
+    return max(scale.x(span.end) - scale.x(span.start) - 0.8, 0.4)
+
+
+def _share(timeline: Timeline, stage: int, span: Span) -> float:
+    """The part of a pass before its seam; 1 but for a fused backward."""
+    if span.what.kind is not Kind.BW:
+        return 1.0
+    chunk = span.what.chunk
+    b, w = (timeline.costs.duration(kind, stage, chunk) for kind in (Kind.B, Kind.W))
+    return b / (b + w) if b + w else 1.0
+
+
+def _pass(
+    timeline: Timeline, stage: int, span: Span, scale: _Scale, y: int, is_labelled: bool
+) -> Iterator[str]:
+    left, width, what = scale.x(span.start), _width(span, scale), span.what
+    room = _room(timeline, stage, span, scale)
     other = " other" if what.chunk else ""
-    room = width  # for the label, which does not cross the seam of a fused backward
     yield f"<g><title>stage {stage}, {what}: {span.start:.6g} to {span.end:.6g} ms</title>"
     if what.kind is Kind.BW:
-        b, w = (timeline.costs.duration(kind, stage, what.chunk) for kind in (Kind.B, Kind.W))
-        part = width * b / (b + w) if b + w else width
-        room = part
-        yield _box(left, y, part, f"B{other}")
-        yield _box(left + part, y, width - part, f"W{other}")
+        yield _box(left, y, room, f"B{other}")
+        yield _box(left + room, y, width - room, f"W{other}")
     else:
         yield _box(left, y, width, f"{what.kind}{other}")
-    label = str(what.microbatch)
-    if len(label) * _LABEL_WIDTH < room:
+    if is_labelled and span.end > span.start:
         shade = "mb dark" if what.kind is Kind.W else "mb"
-        yield _text(left + room / 2, y + _ROW / 2 + 4, label, shade)
+        yield _text(left + room / 2, y + _ROW / 2 + 4, str(what.microbatch), shade)
     yield "</g>"
 
 

@@ -22,7 +22,7 @@ _EXTRA_CHUNKS = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Other limits, and the bubble rate that they make possible; prints as one line."""
+    """Other limits, and the bubble rate that they make possible at most."""
 
     limits: tuple[float, ...]
     """Memory limit of each stage, in the unit of the costs' memory."""
@@ -43,21 +43,11 @@ class Advice:
         """Fall of the bound on the bubble rate; 0.01 is a point."""
         return self.rate_before - self.rate_after
 
-    def __str__(self) -> str:
-        more = [stage for stage, extra in enumerate(self.extra) if extra > 0]
-        where = f"{len(more)} stages" if len(more) < len(self.extra) else "every stage"
-        if more and more == list(range(more[0], more[-1] + 1)) and len(more) < len(self.extra):
-            where = f"stages {more[0]} to {more[-1]}" if len(more) > 1 else f"stage {more[0]}"
-        share = self.extra_memory / (math.fsum(self.limits) - self.extra_memory)
-        return (
-            f"up to {max(self.extra):.4g} more memory on {where} ({share:+.1%} in total): the "
-            f"least possible bubble falls from {self.rate_before:.2%} to {self.rate_after:.2%}"
-        )
-
 
 def advise(problem: Problem, bound: Bound | None = None) -> list[Advice]:
-    """Limits with a bound at least half a point of bubble rate lower, best gain for memory first.
+    """Limits with a bound at least half a point of bubble rate lower, least extra memory first.
 
+    Each lowers the bound further than all before it: none needs more memory for the same or less.
     Tried are 1, 2 and 4 chunks more on late stages, and a quarter of p M_B more on every stage.
     The rates are those of `lower_bound` (``bound``, if it is known already): they say what is
     possible at most, not that a search finds it. Empty if no limit is finite.
@@ -82,7 +72,13 @@ def advise(problem: Problem, bound: Bound | None = None) -> list[Advice]:
         )
         if before - after >= _LEAST_GAIN:
             found.append(Advice(limits, extra, before, after))
-    return sorted(found, key=lambda one: (-one.gain / one.extra_memory, one.limits))
+    found.sort(key=lambda one: (one.extra_memory, one.rate_after, one.limits))
+    kept: list[Advice] = []
+    for one in found:
+        # Below a billionth it is rounding.
+        if not kept or one.rate_after < kept[-1].rate_after - 1e-9:
+            kept.append(one)
+    return kept
 
 
 def late_stage_limits(problem: Problem, extra_chunks: int) -> tuple[float, ...]:

@@ -92,13 +92,12 @@ def _in_ticks(problem: Problem) -> tuple[Problem, float]:
     """The problem with times rounded to whole ticks, and how many ticks a ms has.
 
     Sums of whole numbers are exact: whether a gap is as long as a W does not depend on rounding.
-    Ticks are a power of ten of a ms, at most a 100,000th of the longest pass or message.
+    Ticks are a power of ten of a ms, at most 10^-8 of the longest pass or message.
     """
     costs = problem.costs
     passes = (max(map(max, table)) for table in (costs.t_f, costs.t_b, costs.t_w))
     longest = max(*passes, costs.t_comm, *(time for _, _, time in costs.t_edges))
-    # Denormal times would need more ticks than a number can hold.
-    scale = 10.0 ** (6 - math.ceil(math.log10(longest))) if longest > 1e-290 else 1.0
+    scale = 10.0 ** (9 - math.ceil(math.log10(longest))) if longest > 0 else 1.0
 
     def rounded(table: Table) -> Table:
         return tuple(tuple(float(round(time * scale)) for time in row) for row in table)

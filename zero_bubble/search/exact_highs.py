@@ -96,7 +96,9 @@ def _search(
 
     solver.cbMipImprovingSolution.subscribe(on_solution)
     solver.cbMipLogging.subscribe(on_log)
-    solver.run()
+    # It runs in a thread of its own then: Ctrl-C would otherwise wait for the time limit.
+    solver.HandleKeyboardInterrupt = True
+    solver.solve()
     optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
     info = solver.getInfo()
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:

@@ -15,7 +15,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from zero_bubble.costs import Costs
 from zero_bubble.placement import Placement
 from zero_bubble.search.auto import auto
 from zero_bubble.search.bounds import lower_bound
@@ -26,13 +25,30 @@ from zero_bubble.search.partition_balance import (
     bottleneck,
     count_partitions,
     neighbours,
+    require_layers,
     spread,
 )
 from zero_bubble.search.partition_model import Layer, LayerKind, Model
+from zero_bubble.search.partition_result import (
+    NoPartitionFits,
+    Partition,
+    PartitionProgress,
+    idle_share,
+)
 from zero_bubble.search.problem import Ints, Problem
 from zero_bubble.search.solution import Solution
 
-__all__ = ["EFFORTS", "Layer", "LayerKind", "Model", "Partition", "PartitionProgress", "partition"]
+__all__ = [
+    "EFFORTS",
+    "Layer",
+    "LayerKind",
+    "Model",
+    "NoPartitionFits",
+    "Partition",
+    "PartitionProgress",
+    "idle_share",
+    "partition",
+]
 
 type _Sizes = tuple[int, ...]
 type _Waiting = tuple[float, float, tuple[int, ...]]
@@ -65,53 +81,6 @@ EFFORTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionProgress:
-    """How far a search is."""
-
-    schedules: int
-    """Partitions that got a schedule so far."""
-    cost: float
-    """Best so far, in ms."""
-    bubble_rate: float
-    """That of the best; 0.1 is 10 %."""
-    bound: float
-    """As `Partition.bound`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """Which layers each chunk gets, with a schedule for it."""
-
-    model: Model
-    sizes: _Sizes
-    """Layers of each model position, embedding and loss included."""
-    problem: Problem
-    """Placement, costs of the chunks, microbatches. Memory limits are without weight memory."""
-    solution: Solution
-    """The schedule; its cost is the time of an iteration in ms."""
-    even: Solution | None
-    """A schedule for Megatron's even partition; None if it has none, or it does not fit."""
-    bound: float
-    """No schedule of any partition costs less, in ms."""
-
-    @property
-    def costs(self) -> Costs:
-        """Times and memory of the chunks."""
-        return self.problem.costs
-
-    @property
-    def layout(self) -> str:
-        """Megatron's ``--pipeline-model-parallel-layout``: the parts in model order."""
-        return self.model.layout(self.sizes)
-
-    @property
-    def gap(self) -> float:
-        """(cost - bound) / cost: at most so much better is possible; 0.01 is 1 %."""
-        cost = self.solution.cost
-        return max(0.0, (cost - self.bound) / cost) if cost else 0.0
-
-
 def partition(
     model: Model,
     placement: Placement,
@@ -129,17 +98,14 @@ def partition(
     (up to 3000 in all: all of them) among the rest, until no bound is below the least cost, or the
     effort is used up. Deterministic, and never worse than the even partition.
 
-    ValueError if there are fewer layers than chunks, or no partition was found that fits.
+    ValueError if there are fewer layers than chunks; `NoPartitionFits`, which is one, if no
+    partition was found that fits.
     """
     if effort not in EFFORTS:
         raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}")
     if num_microbatches < 1:
         raise ValueError(f"at least 1 microbatch is needed, not {num_microbatches}")
-    if len(model.layers) < placement.num_positions:
-        raise ValueError(
-            f"{len(model.layers)} layers (embedding and loss included) for "
-            f"{placement.num_positions} chunks: each needs at least one; use fewer stages or chunks"
-        )
+    require_layers(model, placement)
     limits = _limits(memory_limit_per_stage, placement.num_stages)
     return _Search(model, placement, num_microbatches, limits, effort, progress).run()
 
@@ -172,7 +138,7 @@ class _Search:
         self.bound = max(self.microbatches * busiest, self._bound_of_any())
         self._push(starts)
         if not self.rough:
-            raise ValueError(self._why_none_fits())
+            raise self._none_fits()
         self._try_best_first()
         even = self.model.even_sizes(self.placement.num_positions)
         if even is not None and self.loads.excess(_cuts(even)[None, :])[0] > 0:
@@ -213,14 +179,10 @@ class _Search:
             way + (self.microbatches - 1) * slowest + layers[0].t_w,
         )
 
-    def _why_none_fits(self) -> str:
+    def _none_fits(self) -> NoPartitionFits:
         needed = math.fsum(layer.m_b + layer.weight_memory for layer in self.model.layers)
-        exact = self.all_seen or self.placement.num_positions == self.placement.num_stages
-        return (
-            f"{'no partition fits' if exact else 'no partition was found that fits'} memory limits "
-            f"of {', '.join(f'{limit:.6g}' for limit in self.limits)}: weights and one microbatch "
-            f"take {needed:.6g} on all {self.placement.num_stages} stages together"
-        )
+        proven = self.all_seen or self.placement.num_positions == self.placement.num_stages
+        return NoPartitionFits(self.limits, needed, proven=proven)
 
     def _push(self, cuts: Ints) -> None:
         """Put new partitions that fit on the heap, by the work of their busiest stage."""
@@ -267,17 +229,20 @@ class _Search:
             self.bound = max(self.bound, rest)
 
     def _finish(self, even: _Sizes | None) -> Partition:
-        """The best few with all the effort, and the even one with as much."""
+        """The best few with all the effort, and the even one with as much if that can help it."""
         ranked = sorted(self.tried, key=lambda one: self.tried[one].cost)
         finalists = ranked[: EFFORTS[self.effort].finalists]
         if even is not None and even not in finalists:
             finalists.append(even)
         for sizes in finalists:
-            if self.effort == "quick" and sizes in self.tried:
+            if sizes not in self.tried:
+                self.tried[sizes] = auto(self._problem(sizes), effort="quick")
+            best = min(one.cost for one in self.tried.values())
+            # What its bound keeps above the best stays there with any effort.
+            if self.effort == "quick" or self.tried[sizes].bound >= best * (1 - _ROUNDING):
                 continue
             found = auto(self._problem(sizes), effort=self.effort)
-            known = self.tried.get(sizes)
-            if known is None or found.cost < known.cost:
+            if found.cost < self.tried[sizes].cost:
                 self.tried[sizes] = found
             self._tell()
         sizes = min(self.tried, key=lambda one: self.tried[one].cost)
@@ -287,6 +252,7 @@ class _Search:
             model=self.model,
             sizes=sizes,
             problem=self._problem(sizes),
+            memory_limit=self.limits,
             solution=self.tried[sizes],
             even=None if even is None else self.tried[even],
             bound=min(self.bound, self.tried[sizes].cost),
@@ -307,8 +273,7 @@ class _Search:
             return
         sizes = min(self.tried, key=lambda one: self.tried[one].cost)
         cost = self.tried[sizes].cost
-        rate = self._problem(sizes).bubble_rate(cost)
-        self.progress(PartitionProgress(len(self.tried), cost, rate, self.bound))
+        self.progress(PartitionProgress(len(self.tried), cost, min(self.bound, cost)))
 
 
 def _limits(given: float | Sequence[float], stages: int) -> tuple[float, ...]:

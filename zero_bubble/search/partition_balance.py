@@ -26,6 +26,8 @@ __all__ = [
     "bottleneck",
     "count_partitions",
     "neighbours",
+    "reference_sizes",
+    "require_layers",
     "spread",
 ]
 
@@ -185,6 +187,31 @@ def spread(model: Model, placement: Placement) -> float:
     for _ in middle:
         heapq.heapreplace(stages, stages[0] + smallest)
     return max(max(stages), math.fsum([embedding, *middle, loss]) / len(stages))
+
+
+def require_layers(model: Model, placement: Placement) -> None:
+    """ValueError unless each chunk can get a layer."""
+    if len(model.layers) < placement.num_positions:
+        raise ValueError(
+            f"{len(model.layers)} layers (embedding and loss included) for "
+            f"{placement.num_positions} chunks: each needs at least one; use fewer stages or chunks"
+        )
+
+
+def reference_sizes(model: Model, placement: Placement) -> tuple[int, ...]:
+    """What a partition is measured by: Megatron's even one, or else one of least bottleneck.
+
+    Memory limits are left aside. ValueError if there are fewer layers than chunks.
+    """
+    require_layers(model, placement)
+    even = model.even_sizes(placement.num_positions)
+    if even is not None:
+        return even
+    loads = Loads.of(model, placement, (math.inf,) * placement.num_stages)
+    _, cuts = bottleneck(loads)
+    if cuts is None:
+        raise ValueError("times of the layers add up to more than a number can hold")
+    return tuple(np.diff(balance(loads, cuts)).tolist())
 
 
 def balance(loads: Loads, cuts: Ints) -> Ints:

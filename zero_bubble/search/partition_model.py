@@ -85,6 +85,11 @@ class Model:
             raise ValueError(f"t_comm must be a finite number, at least 0, not {self.t_comm}")
 
     @property
+    def work(self) -> float:
+        """Time of F, B and W of all layers for one microbatch, in ms."""
+        return math.fsum(layer.work for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         """Transformer layers, Megatron's ``--num-layers``."""
         return len(self.layers) - 2
@@ -164,14 +169,14 @@ class Model:
 
         ``layers`` may also be a list of such objects, each of one layer or of ``count`` alike.
         ``m_w`` is ``m_b`` if it is left out, ``weight_memory`` is 0, and so is all else of an
-        embedding or a loss.
+        embedding or a loss. Either of these may be left out: it costs nothing then.
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"expected an object with {', '.join(_FIELDS)}, not {data!r:.80}")
         if unknown := sorted(set(data) - set(_FIELDS)):
             raise ValueError(f"unknown field {unknown[0]!r}; known: {', '.join(_FIELDS)}")
-        if missing := [name for name in _FIELDS[:3] if name not in data]:
-            raise ValueError(f"field {missing[0]!r} is missing: expected the times of its layers")
+        if "layers" not in data:
+            raise ValueError("field 'layers' is missing: expected the times of its layers")
         layers = data["layers"]
         if isinstance(layers, Mapping):
             middle = [*_layers("transformer", layers, "layers")]
@@ -188,9 +193,9 @@ class Model:
             )
         return cls(
             (
-                *_layers("embedding", data["embedding"], "embedding"),
+                *_layers("embedding", data.get("embedding", {}), "embedding"),
                 *middle,
-                *_layers("loss", data["loss"], "loss"),
+                *_layers("loss", data.get("loss", {}), "loss"),
             ),
             _number(data.get("t_comm", 0.0), "t_comm"),
         )
