@@ -79,12 +79,28 @@ def evaluate(arrays: Arrays, microbatches: int, rows: Ints) -> Evaluation:
 @compiled
 def run_rows(arrays: Arrays, microbatches: int, rows: Ints, start: Floats, end: Floats) -> float:
     """Fill start and end by code; the cost, or -1 if the stages wait for each other."""
+    end[:] = -1.0
+    return resume(arrays, microbatches, rows, np.zeros(len(rows), np.int64), start, end, np.inf)
+
+
+@compiled
+def resume(
+    arrays: Arrays,
+    microbatches: int,
+    rows: Ints,
+    next_of: Ints,
+    start: Floats,
+    end: Floats,
+    allowed: float,
+) -> float:
+    """Run each stage's row from place ``next_of[stage]`` on; what comes before is timed already.
+
+    ``end`` must be negative for all that is to be run. The cost; -1 if the stages wait for each
+    other, or as soon as one takes longer than ``allowed`` (then not all is timed).
+    """
     stages, length = rows.shape
     positions = len(arrays.stage)
     per_kind = positions * microbatches
-    end[:] = -1.0
-    next_of = np.zeros(stages, np.int64)
-    free = np.zeros(stages)
     waiting = np.ones(stages, np.bool_)
     stack = np.empty(stages + 1, np.int64)
     depth = 0
@@ -95,15 +111,16 @@ def run_rows(arrays: Arrays, microbatches: int, rows: Ints, start: Floats, end: 
         depth -= 1
         stage = stack[depth]
         waiting[stage] = False
-        while next_of[stage] < length:
-            code = rows[stage, next_of[stage]]
+        index = next_of[stage]
+        free = end[rows[stage, index - 1]] if index > 0 else 0.0
+        while index < length:
+            code = rows[stage, index]
             if code < 0:
                 break
             kind = code // per_kind
             position = (code - kind * per_kind) // microbatches
             ready = 0.0
-            reader = -1
-            duration = 0.0
+            reader = stage
             if kind == 0:
                 duration = arrays.t_f[position]
                 if position > 0:
@@ -111,7 +128,8 @@ def run_rows(arrays: Arrays, microbatches: int, rows: Ints, start: Floats, end: 
                     if ready < 0:
                         break
                     ready += arrays.delay_f[position]
-                reader = arrays.stage[position + 1] if position + 1 < positions else stage
+                if position + 1 < positions:
+                    reader = arrays.stage[position + 1]
             elif kind == 1:
                 duration = arrays.t_b[position]
                 last = position == positions - 1
@@ -126,21 +144,24 @@ def run_rows(arrays: Arrays, microbatches: int, rows: Ints, start: Floats, end: 
                 ready = end[code - per_kind]
                 if ready < 0:
                     break
-            begin = max(free[stage], ready)
-            start[code] = begin
-            end[code] = begin + duration
-            free[stage] = begin + duration
-            next_of[stage] += 1
-            if reader >= 0 and reader != stage and not waiting[reader]:
+            start[code] = max(free, ready)
+            free = start[code] + duration
+            end[code] = free
+            index += 1
+            if reader != stage and not waiting[reader]:
                 waiting[reader] = True
                 stack[depth] = reader
                 depth += 1
+        next_of[stage] = index
+        if index > 0 and free - start[rows[stage, 0]] > allowed:
+            return -1.0
     cost = 0.0
     for stage in range(stages):
-        if next_of[stage] < length and rows[stage, next_of[stage]] >= 0:
+        done = next_of[stage]
+        if done < length and rows[stage, done] >= 0:
             return -1.0
-        if next_of[stage] > 0:
-            cost = max(cost, free[stage] - start[rows[stage, 0]])
+        if done > 0:
+            cost = max(cost, end[rows[stage, done - 1]] - start[rows[stage, 0]])
     return cost
 
 

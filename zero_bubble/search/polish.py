@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from zero_bubble.search.compiled import compiled
-from zero_bubble.search.orders import run_rows
+from zero_bubble.search.orders import resume, run_rows
 from zero_bubble.search.problem import Arrays, Floats, Ints
 
 __all__ = ["polish"]
@@ -156,14 +156,9 @@ def _retime(
     The cost, -1 if it is above ``allowed``, and how many passes were timed: ``log`` holds their
     code, start and end of before.
     """
-    positions = len(arrays.stage)
-    per_kind = positions * microbatches
-    stages = len(rows)
-    next_of = np.zeros(stages, np.int64)
-    waiting = np.ones(stages, np.bool_)
-    stack = np.empty(stages + 1, np.int64)
+    next_of = np.zeros(len(rows), np.int64)
     logged = 0
-    for stage in range(stages):
+    for stage in range(len(rows)):
         low, high = 0, lengths[stage]
         while low < high:
             middle = (low + high) // 2
@@ -172,64 +167,13 @@ def _retime(
             else:
                 high = middle
         next_of[stage] = low
-        stack[stage] = stage
-    for stage in range(stages):
+    for stage in range(len(rows)):
         for index in range(next_of[stage], lengths[stage]):
             code = rows[stage, index]
             log[logged, 0], log[logged, 1], log[logged, 2] = code, start[code], end[code]
             logged += 1
             end[code] = -1.0
-    depth = stages
-    while depth > 0:
-        depth -= 1
-        stage = stack[depth]
-        waiting[stage] = False
-        index = next_of[stage]
-        free = end[rows[stage, index - 1]] if index > 0 else 0.0
-        while index < lengths[stage]:
-            code = rows[stage, index]
-            kind = code // per_kind
-            position = (code - kind * per_kind) // microbatches
-            begin = free
-            reader = stage
-            if kind == 0:
-                duration = arrays.t_f[position]
-                if position > 0:
-                    ready = end[code - microbatches]
-                    if ready < 0:
-                        break
-                    begin = max(begin, ready + arrays.delay_f[position])
-                if position + 1 < positions:
-                    reader = arrays.stage[position + 1]
-            elif kind == 1:
-                duration = arrays.t_b[position]
-                last = position == positions - 1
-                ready = end[code - per_kind] if last else end[code + microbatches]
-                if ready < 0:
-                    break
-                begin = max(begin, ready + arrays.delay_b[position])
-                if position > 0:
-                    reader = arrays.stage[position - 1]
-            else:
-                duration = arrays.t_w[position]
-                begin = max(begin, end[code - per_kind])
-            start[code] = begin
-            free = begin + duration
-            end[code] = free
-            index += 1
-            if reader != stage and not waiting[reader]:
-                waiting[reader] = True
-                stack[depth] = reader
-                depth += 1
-        next_of[stage] = index
-        if index > 0 and free - start[rows[stage, 0]] > allowed:
-            return -1.0, logged
-    cost = 0.0
-    for stage in range(stages):
-        if next_of[stage] < lengths[stage]:
-            return -1.0, logged
-        cost = max(cost, end[rows[stage, lengths[stage] - 1]] - start[rows[stage, 0]])
-    return cost, logged
+    return resume(arrays, microbatches, rows, next_of, start, end, allowed), logged
 
 
 @compiled
