@@ -52,6 +52,8 @@ def main() -> int:
             published = "-" if row[2] is None else f"{100 * row[2]:.2f}"
             cells += f"{100 * row[0]:>10.3f}{mark}{100 * row[1]:>7.3f}{published:>6}"
         print(f"{profile.model:<7}{profile.stages:>3}{profile.microbatches:>5}{cells}", flush=True)
+    means = {name: sum(found for found, _, _ in rates[name]) / len(rates[name]) for name in LIMITS}
+    print("means: " + ", ".join(f"{name} {mean:.3%}" for name, mean in means.items()))
     print("p/2+1: V-Half's memory. 1p+2: up to two chunks more on late stages (see advice.py)")
     print(f"= is on the bound, hence optimal; {time.perf_counter() - begun:.0f} s in all")
     return judge(rates)
