@@ -1,4 +1,4 @@
-"""Says that the search is being compiled, which is once and takes long."""
+"""Says that something is being compiled: each part of the search once, when it is first used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["COMPILING", "announce_compiling"]
 
-COMPILING = "zero-bubble: compiling the search, once on this machine (up to half a minute)"
+COMPILING = "zero-bubble: compiling, the first time this is used (up to about half a minute)"
 
 
 def announce_compiling() -> None:
