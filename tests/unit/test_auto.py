@@ -215,6 +215,31 @@ def test_v_schedules_are_never_worse_than_the_known_ones(
             assert cost <= simulate(known, costs).cost * (1 + 1e-9), name
 
 
+@settings(max_examples=12)
+@given(
+    stages=st.integers(1, 5),
+    chunks=st.integers(2, 3),
+    microbatches=st.integers(1, 12),
+    times=st.tuples(whole, whole, whole),
+    t_comm=st.integers(0, 5),
+    room=st.integers(0, 2),
+)
+def test_interleaved_schedules_are_never_worse_than_the_known_one(
+    stages: int,
+    chunks: int,
+    microbatches: int,
+    times: tuple[int, int, int],
+    t_comm: int,
+    room: int,
+) -> None:
+    placement = interleaved(stages, chunks)
+    costs = Costs.uniform(placement, *times, t_comm)
+    known = build("zb-interleaved", stages, microbatches, chunks=chunks)
+    needs = simulate(known, costs)
+    problem = Problem.of(placement, costs, microbatches, max(needs.peak_memory) + room)
+    assert auto(problem, effort="quick").cost <= needs.cost * (1 + 1e-9)
+
+
 SMALL = {
     "linear, 1F1B's memory": (linear(3), 5, 3.0),
     "linear, a third more": (linear(3), 4, 4.0),

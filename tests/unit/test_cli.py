@@ -63,9 +63,11 @@ def test_chunks_for_those_that_have_a_choice(capsys: Capture) -> None:
     assert main(["compare", *SIZE, "--chunks", "3"]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()[1:]}
     assert rows["interleaved"][1] == "27.00"
+    assert rows["zb-interleaved"][1] == "24.00"
     assert rows["1f1b"][1] == "33.00"
-    assert main(["schedule", "interleaved", *SIZE, "--chunks", "3"]) == 0
-    assert "2F7" in capsys.readouterr().out
+    for name in ("interleaved", "zb-interleaved"):
+        assert main(["schedule", name, *SIZE, "--chunks", "3"]) == 0
+        assert "2F7" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", list(BUILDERS))
@@ -142,7 +144,7 @@ def test_costs_from_a_file(capsys: Capture, tmp_path: Path) -> None:
     captured = capsys.readouterr()
     assert "330.00" in captured.out
     # They are for one chunk a stage, which is said once.
-    left_out = "zero-bubble: left out: interleaved, zb-v, v-half, v-min (--costs "
+    left_out = "zero-bubble: left out: interleaved, zb-interleaved, zb-v, v-half, v-min (--costs "
     assert captured.err.startswith(left_out)
     assert captured.err.count("\n") == 1
 

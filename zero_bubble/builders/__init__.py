@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from zero_bubble.builders.builder import Builder
+from zero_bubble.builders.forwards import forwards
 from zero_bubble.builders.gpipe import gpipe
 from zero_bubble.builders.interleaved import interleaved_1f1b
 from zero_bubble.builders.one_f_one_b import one_f_one_b
@@ -13,6 +14,7 @@ from zero_bubble.builders.v_half import v_half
 from zero_bubble.builders.v_min import v_min
 from zero_bubble.builders.zb_h1 import zb_h1
 from zero_bubble.builders.zb_h2 import zb_h2
+from zero_bubble.builders.zb_interleaved import zb_interleaved
 from zero_bubble.builders.zb_v import zb_v
 from zero_bubble.costs import Costs
 from zero_bubble.placement import interleaved, v_shape
@@ -23,6 +25,7 @@ __all__ = [
     "LINEAR_BUILDERS",
     "Builder",
     "build",
+    "forwards",
     "gpipe",
     "interleaved_1f1b",
     "one_f_one_b",
@@ -30,6 +33,7 @@ __all__ = [
     "v_min",
     "zb_h1",
     "zb_h2",
+    "zb_interleaved",
     "zb_v",
 ]
 
@@ -40,6 +44,7 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
         "interleaved": Builder(interleaved_1f1b, interleaved, default_chunks=2),
         "zb-h1": Builder(zb_h1),
         "zb-h2": Builder(zb_h2),
+        "zb-interleaved": Builder(zb_interleaved, interleaved, default_chunks=2),
         "zb-v": Builder(zb_v, v_shape, takes_costs=True),
         "v-half": Builder(v_half, v_shape, takes_costs=True),
         "v-min": Builder(v_min, v_shape, takes_costs=True),

@@ -107,7 +107,10 @@ def require_size(arguments: argparse.Namespace) -> None:
 def add_chunks(parser: argparse.ArgumentParser) -> None:
     """``--chunks``, for the named schedules that have a choice."""
     parser.add_argument(
-        "--chunks", type=int, metavar="V", help="parts of the model a stage holds (interleaved: 2)"
+        "--chunks",
+        type=int,
+        metavar="V",
+        help="parts of the model a stage holds, for interleaved and zb-interleaved (2)",
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from zero_bubble.builders import v_half, v_min, zb_h1, zb_h2, zb_v
+from zero_bubble.builders import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zb_v
 from zero_bubble.schedule import Schedule
 from zero_bubble.search.bounds import lower_bound
 from zero_bubble.search.descent import FAILED, assess, descend, sweep
@@ -181,6 +181,9 @@ class Search:
                 schedules += [zb_h1(stages, microbatches), zb_h2(stages, microbatches)]
                 with suppress(ValueError):  # Limits can be below what it can work with.
                     schedules.append(paper_method(problem).schedule)
+            case "interleaved":
+                chunks = problem.placement.num_chunks(0)
+                schedules.append(zb_interleaved(stages, microbatches, chunks))
             case "v":
                 costs = problem.costs
                 schedules += [one(stages, microbatches, costs) for one in (zb_v, v_half, v_min)]
