@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble.chunk_arguments import chunks_asked_for, set_layers
 from megatron.zero_bubble.errors import ConfigurationError
-from zero_bubble.builders import BUILDERS, LINEAR_BUILDERS, build
+from zero_bubble.builders import BUILDERS, build
 from zero_bubble.check import bit_identical_order, check
 from zero_bubble.export.json_io import load_schedule
+from zero_bubble.placement import Placement
 from zero_bubble.schedule import Kind, Schedule
 
-__all__ = ["add_arguments", "schedule_for", "validate"]
+__all__ = ["add_arguments", "refuse_yaml", "schedule_for", "validate"]
 
 MEGATRON = "megatron"
 LONGEST_WAIT = 1e7  # seconds; torch's timeouts overflow a little further on
@@ -27,11 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pipeline-schedule",
         default=None,
-        metavar="{megatron," + ",".join(LINEAR_BUILDERS) + ",FILE.json}",
+        metavar="{megatron," + ",".join(BUILDERS) + ",FILE.json}",
         help="Order of passes on the pipeline's stages. megatron (the default) leaves Megatron's "
-        "own schedule untouched; gpipe and 1f1b fuse the backward pass; zb-h1 and zb-h2 split it "
-        "into B (input gradient) and W (weight gradient), zb-h1 at the activation memory of 1f1b, "
-        "zb-h2 at about twice of it; a file is a schedule saved by `zero-bubble schedule`.",
+        "own schedule untouched; gpipe, 1f1b and interleaved fuse the backward pass; the others "
+        "split it into B (input gradient) and W (weight gradient): zb-h1 at the activation memory "
+        "of 1f1b, zb-h2 at about twice of it, zb-interleaved at that of interleaved, zb-v at that "
+        "of 1f1b, v-half and v-min at about a half and a third of it; a file is a schedule saved "
+        "by `zero-bubble schedule`.",
     )
     group.add_argument(
         "--enable-zero-bubble",
@@ -56,22 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def schedule_for(name: str, stages: int, microbatches: int) -> Schedule:
+def schedule_for(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The schedule that ``--pipeline-schedule name`` means for a pipeline and a batch.
+
+    ``chunks`` is the number of chunks a stage where the schedule leaves a choice (interleaved).
 
     Raises:
         ConfigurationError: a name that cannot run, or a file that cannot be read or is for other
             numbers.
     """
-    if name in LINEAR_BUILDERS:
-        return build(name, stages, microbatches)
-    flag = f"--pipeline-schedule {name}"
-    choice = f"choose {MEGATRON}, {', '.join(LINEAR_BUILDERS)}, or a file that ends in .json"
     if name in BUILDERS:
-        placement = BUILDERS[name].placement(stages).name
-        raise ConfigurationError(
-            f"{flag} has the placement {placement}, which cannot run in Megatron yet; {choice}"
-        )
+        return _named(name, stages, microbatches, chunks)
+    flag = f"--pipeline-schedule {name}"
+    choice = f"choose {MEGATRON}, {', '.join(BUILDERS)}, or a file that ends in .json"
     if not name.endswith(".json"):
         raise ConfigurationError(f"{flag}: no such schedule; {choice}")
     if not Path(name).is_file():
@@ -93,23 +95,42 @@ def schedule_for(name: str, stages: int, microbatches: int) -> Schedule:
             f"{flag} is for {schedule.num_microbatches} microbatches, a batch has {microbatches} "
             "(--global-batch-size / (--micro-batch-size x data parallel size)): make the two equal"
         )
-    if schedule.placement.name != "linear":
-        raise ConfigurationError(
-            f"{flag} has the placement {schedule.placement.name}; only linear placement (one chunk "
-            "a stage) can run"
-        )
     violations = check(schedule)
     if violations:
         raise ConfigurationError(f"{flag} cannot run: {violations[0]}")
     return schedule
 
 
-def validate(args: Any, *, final: bool = False) -> None:
-    """Resolve the alias, then stop with ConfigurationError at a combination that cannot work.
+@functools.lru_cache(maxsize=8)  # the V's are searched for, and asked for more than once
+def _named(name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+    return build(name, stages, microbatches, chunks=chunks if BUILDERS[name].takes_chunks else None)
 
-    Runs before Megatron's own validation, which changes arguments, and once more when training is
-    about to start (``final``): with --use-checkpoint-args, sizes come from the checkpoint, and
-    only then are they known.
+
+def refuse_yaml(args: Any) -> None:
+    """Megatron validates arguments from a YAML file by other code, which `validate` precedes not.
+
+    Raises:
+        ConfigurationError: a schedule of ours together with such a file.
+    """
+    asked = getattr(args, "enable_zero_bubble", False) or args.pipeline_schedule not in (
+        None,
+        MEGATRON,
+    )
+    if asked and getattr(args, "yaml_cfg", None) is not None:
+        raise ConfigurationError(
+            f"--yaml-cfg {args.yaml_cfg} does not work with --pipeline-schedule: give the file's "
+            "settings as flags"
+        )
+
+
+def validate(args: Any) -> Placement | None:
+    """Resolve the alias, stop with ConfigurationError at a combination that cannot work, and tell
+    Megatron which layers each chunk has.
+
+    To be called right before Megatron's own validation, which changes arguments.
+
+    Returns:
+        Where the schedule's chunks are; None where Megatron's own schedule runs.
     """
     given = getattr(args, "pipeline_schedule", None)
     if getattr(args, "enable_zero_bubble", False):
@@ -120,16 +141,15 @@ def validate(args: Any, *, final: bool = False) -> None:
             )
         given = "zb-h1"
     args.pipeline_schedule = given or MEGATRON
+    args.zero_bubble_positions = None
     if args.pipeline_schedule == MEGATRON:
-        return
+        return None
     limit = getattr(args, "zero_bubble_wait_limit", None)
     if limit is not None and not 0 < limit <= LONGEST_WAIT:
         raise ConfigurationError(
             f"--zero-bubble-wait-limit {limit:g}: must be above 0 seconds and at most "
             f"{LONGEST_WAIT:g}"
         )
-    if getattr(args, "use_checkpoint_args", False) and not final:
-        return
     flag = f"--pipeline-schedule {args.pipeline_schedule}"
     stages = args.pipeline_model_parallel_size
     if stages < 2:
@@ -141,35 +161,29 @@ def validate(args: Any, *, final: bool = False) -> None:
         if rule.broken(args):
             value = rule.value(args)
             raise ConfigurationError(f"{flag} does not work with {rule.flag}{value}: {rule.remedy}")
-    _check_layout(flag, getattr(args, "pipeline_model_parallel_layout", None), stages)
-    schedule = schedule_for(args.pipeline_schedule, stages, _microbatches(args))
+    schedule = schedule_for(args.pipeline_schedule, stages, _microbatches(args), _chunks(args))
     for ramp in ("rampup_batch_size", "step_batch_size_schedule"):
         sizes = getattr(args, ramp, None)
-        if sizes is not None and args.pipeline_schedule not in LINEAR_BUILDERS:
+        if sizes is not None and args.pipeline_schedule not in BUILDERS:
             raise ConfigurationError(
                 f"{flag} is for one number of microbatches, and --{ramp.replace('_', '-')} {sizes} "
-                f"changes it: use a schedule by name ({', '.join(LINEAR_BUILDERS)})"
+                f"changes it: use a schedule by name ({', '.join(BUILDERS)})"
             )
     if _splits(schedule) and args.transformer_impl != "local":
         raise ConfigurationError(
             f"{flag} splits the backward pass of Megatron's local layers, but "
             f"--transformer-impl is {args.transformer_impl}: add --transformer-impl local"
         )
+    set_layers(args, flag, schedule.placement)
     if (reasons := bit_identical_order(schedule)) and getattr(args, "rank", 0) == 0:
         logger.warning("%s is legal, but not bit-identical to 1F1B: %s", flag, reasons[0])
+    return schedule.placement
 
 
-def _check_layout(flag: str, layout: object, stages: int) -> None:
-    if not isinstance(layout, str):
-        return
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    parts: int = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
-    if parts != stages:
-        raise ConfigurationError(
-            f"{flag} holds one chunk a stage, but --pipeline-model-parallel-layout {layout} has "
-            f"{parts} parts for {stages} stages: give it {stages} parts"
-        )
+def _chunks(args: Any) -> int | None:
+    """Chunks a stage, where the schedule leaves the choice to Megatron's flags."""
+    builder = BUILDERS.get(args.pipeline_schedule)
+    return chunks_asked_for(args) if builder is not None and builder.takes_chunks else None
 
 
 def _splits(schedule: Schedule) -> bool:
@@ -210,13 +224,12 @@ class _Rule:
         return "" if value is True else f" {value}"
 
 
-_INTERLEAVED = "these schedules hold one chunk a stage; leave it out"
 _LEAVE_OUT = "leave it out"
 _RULES = (
-    _Rule("--num-layers-per-virtual-pipeline-stage", "num_layers_per_virtual_pipeline_stage",
-          _INTERLEAVED),
-    _Rule("--num-virtual-stages-per-pipeline-rank", "num_virtual_stages_per_pipeline_rank",
-          _INTERLEAVED),
+    _Rule("--microbatch-group-size-per-virtual-pipeline-stage",
+          "microbatch_group_size_per_vp_stage",
+          "the schedule has its own order of microbatches; leave it out",
+          same_as="pipeline_model_parallel_size"),
     _Rule("--mtp-num-layers", "mtp_num_layers",
           "multi-token prediction shares the output layer within a microbatch; leave it out"),
     _Rule("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute",

@@ -96,10 +96,17 @@ def _parsed(arguments: list[str]) -> dict[str, Any]:
         sys.argv = before
 
 
+def _validated(arguments: list[str], world_size: int = 1) -> argparse.Namespace:
+    from megatron.training import arguments as megatron_arguments
+
+    args = argparse.Namespace(**_parsed(arguments) | {"world_size": world_size})
+    megatron_arguments.validate_args(args)
+    return args
+
+
 def adaptor_without_flags() -> None:
     """With the adaptor and none of its flags: Megatron's arguments and Megatron's schedules."""
     from megatron.core.pipeline_parallel import schedules
-    from megatron.training import global_vars
     from megatron.training import training as training_loop
 
     from megatron.zero_bubble.patches import cpu
@@ -112,7 +119,7 @@ def adaptor_without_flags() -> None:
 
     ours = _parsed([])
     flags = {
-        "pipeline_schedule": "megatron",
+        "pipeline_schedule": None,
         "enable_zero_bubble": False,
         "zero_bubble_wait_limit": None,
         "zero_bubble_device": None,
@@ -124,12 +131,11 @@ def adaptor_without_flags() -> None:
         key: value for key, value in ours.items() if vars(expected).get(key) != value
     }
 
-    for name in (None, "megatron"):
-        global_vars._GLOBAL_ARGS = argparse.Namespace(pipeline_schedule=name)
+    for words in ([], ["--pipeline-schedule", "megatron"]):
+        _validated(words)
         for stages, chunks in ((1, None), (2, None), (4, 2)):
             given = {"pp_size": stages, "vp_size": chunks}
             assert training_loop.get_forward_backward_func(**given) is choose(**given)
-    global_vars._GLOBAL_ARGS = None
 
 
 def adaptor_with_a_schedule() -> None:
@@ -141,22 +147,13 @@ def adaptor_with_a_schedule() -> None:
 
     importlib.import_module("megatron.zero_bubble.adaptor")
     assert current_session() is None, "a session without a schedule"
-    global_vars._GLOBAL_ARGS = argparse.Namespace(
-        pipeline_schedule="zb-h1",
-        zero_bubble_wait_limit=None,
-        distributed_timeout_minutes=10,
-        pipeline_model_parallel_size=2,
-        tensor_model_parallel_size=1,
-        context_parallel_size=1,
-        world_size=2,
-        micro_batch_size=1,
-        global_batch_size=4,
-        transformer_impl="local",
-    )
+    stages = ["--pipeline-model-parallel-size", "2"]
+    global_vars._GLOBAL_ARGS = _validated([*stages, "--pipeline-schedule", "zb-h1"], world_size=2)
     try:
         functions = [training_loop.get_forward_backward_func() for _ in range(2)]
     finally:
         global_vars._GLOBAL_ARGS = None
+        _validated([])
     session = current_session()
     assert session is not None
     assert functions == [session.forward_backward] * 2
@@ -169,7 +166,7 @@ def a_wrong_combination_ends_the_process() -> tuple[Any, str]:
     os.environ["LOCAL_RANK"] = "0"  # the one that speaks
     try:
         with contextlib.redirect_stderr(said):
-            _parsed(["--pipeline-schedule", "zb-h1"])
+            _validated(["--pipeline-schedule", "zb-h1"])
     except SystemExit as end:
         return end.code, said.getvalue()
     raise AssertionError("the combination was accepted")

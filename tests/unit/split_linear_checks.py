@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from megatron.zero_bubble.arrangement import arrange
 from megatron.zero_bubble.runtime.layers import split_linears
 from megatron.zero_bubble.runtime.session import Session
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
@@ -434,7 +435,7 @@ def whole_gpt(*, dtype: str, overlap: bool) -> None:
     With overlapped reduction, each parameter is reported ready once, in the last microbatch.
     """
     reference, ours = (build_gpt(DTYPES[dtype], overlap=overlap) for _ in range(2))
-    session = Session(all_w_last, wait_limit=60)
+    session = Session(all_w_last, arrange(linear(1)), wait_limit=60)
     call = {
         "forward_step_func": gpt_forward_step,
         "num_microbatches": MICROBATCHES,

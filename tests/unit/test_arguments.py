@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.arguments import _RULES, add_arguments, schedule_for, validate
+from megatron.zero_bubble.arguments import (
+    _RULES,
+    add_arguments,
+    refuse_yaml,
+    schedule_for,
+    validate,
+)
 from megatron.zero_bubble.errors import ConfigurationError
 from tests.unit.cpu_mode import checks_of
-from tests.unit.orders import all_forwards_first, parse
-from zero_bubble.builders import BUILDERS, LINEAR_BUILDERS, build
+from tests.unit.orders import parse
+from zero_bubble.builders import BUILDERS, build
 from zero_bubble.export.json_io import save_schedule
-from zero_bubble.placement import v_shape
 from zero_bubble.schedule import Schedule
 
 STAGES, MICROBATCHES = 2, 4
@@ -35,6 +40,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "global_batch_size": 2 * MICROBATCHES,
         "rampup_batch_size": None,
         "transformer_impl": "local",
+        "num_layers": 2 * STAGES,
     }
     return argparse.Namespace(**(fine | changes))
 
@@ -54,8 +60,7 @@ def saved(schedule: Schedule, directory: Path) -> str:
 
 # What a rule forbids, and the value its message must show (a switch has none).
 FORBIDDEN = {
-    "--num-layers-per-virtual-pipeline-stage": (1, "1"),
-    "--num-virtual-stages-per-pipeline-rank": (2, "2"),
+    "--microbatch-group-size-per-virtual-pipeline-stage": (3, "3"),
     "--mtp-num-layers": (3, "3"),
     "--defer-embedding-wgrad-compute": (True, ""),
     "--delay-wgrad-compute": (True, ""),
@@ -77,7 +82,7 @@ def test_every_rule_has_its_case() -> None:
     assert [rule.flag for rule in _RULES] == list(FORBIDDEN)
 
 
-@pytest.mark.parametrize("name", LINEAR_BUILDERS)
+@pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("rule", _RULES, ids=lambda rule: rule.flag)
 def test_features_that_no_schedule_can_run_with(rule: Any, name: str) -> None:
     bad, shown = FORBIDDEN[rule.flag]
@@ -100,7 +105,7 @@ def test_rules_name_megatrons_flags_and_allow_its_defaults() -> None:
         assert default in rule.allowed
 
 
-@pytest.mark.parametrize("name", LINEAR_BUILDERS)
+@pytest.mark.parametrize("name", BUILDERS)
 def test_a_pipeline_of_one_stage(name: str) -> None:
     message = complaint(pipeline_schedule=name, pipeline_model_parallel_size=1, world_size=1)
     assert message == (
@@ -113,17 +118,8 @@ def test_a_pipeline_of_one_stage(name: str) -> None:
 def test_an_unknown_name(name: str) -> None:
     message = complaint(pipeline_schedule=name)
     assert message.startswith(f"--pipeline-schedule {name}: no such schedule; choose megatron, ")
-    for known in (*LINEAR_BUILDERS, ".json"):
+    for known in (*BUILDERS, ".json"):
         assert known in message
-
-
-@pytest.mark.parametrize("name", sorted(BUILDERS.keys() - LINEAR_BUILDERS.keys()))
-def test_a_known_schedule_whose_placement_cannot_run(name: str) -> None:
-    placement = build(name, STAGES, MICROBATCHES).placement.name
-    assert complaint(pipeline_schedule=name) == (
-        f"--pipeline-schedule {name} has the placement {placement}, which cannot run in Megatron "
-        f"yet; choose megatron, {', '.join(LINEAR_BUILDERS)}, or a file that ends in .json"
-    )
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -177,14 +173,6 @@ def test_a_file_for_another_number_of_microbatches(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_with_several_chunks_a_stage(tmp_path: Path) -> None:
-    path = saved(all_forwards_first(v_shape(STAGES), MICROBATCHES, split=True), tmp_path)
-    assert complaint(pipeline_schedule=path) == (
-        f"--pipeline-schedule {path} has the placement v; only linear placement (one chunk a "
-        "stage) can run"
-    )
-
-
 def test_a_file_with_an_illegal_schedule(tmp_path: Path) -> None:
     good = build("zb-h1", STAGES, MICROBATCHES)
     without_its_end = Schedule(good.placement, MICROBATCHES, (good.passes[0][:-1], good.passes[1]))
@@ -208,22 +196,8 @@ def test_a_file_cannot_follow_a_growing_batch(
     message = complaint(pipeline_schedule=path, **{attribute: value})
     assert message.startswith(f"--pipeline-schedule {path} is for one number of microbatches, ")
     assert f"{flag} {value} changes it" in message
-    assert "use a schedule by name (gpipe, 1f1b, zb-h1, zb-h2" in message
+    assert "use a schedule by name (gpipe, 1f1b, interleaved," in message
     validate(arguments(pipeline_schedule="zb-h1", **{attribute: value}))
-
-
-def test_a_layout_with_several_parts_a_stage() -> None:
-    megatron = checks_of("tests.unit.megatron_checks")
-    layout = "Et|t|t|tL"
-    given = vars(arguments(pipeline_schedule="zb-h1", pipeline_model_parallel_layout=layout))
-    assert megatron("complaint", arguments=given) == (
-        "--pipeline-schedule zb-h1 holds one chunk a stage, but --pipeline-model-parallel-layout "
-        "Et|t|t|tL has 4 parts for 2 stages: give it 2 parts"
-    )
-    assert (
-        megatron("complaint", arguments=given | {"pipeline_model_parallel_layout": "Ett|ttL"})
-        is None
-    )
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
@@ -269,19 +243,20 @@ def test_without_a_schedule_nothing_is_asked(given: str | None) -> None:
     args = arguments(pipeline_schedule=given, pipeline_model_parallel_size=1, world_size=1)
     before = dict(vars(args))
     validate(args)
-    assert vars(args) == before | {"pipeline_schedule": "megatron"}
+    assert vars(args) == before | {
+        "pipeline_schedule": "megatron",
+        "zero_bubble_positions": None,
+    }
 
 
-@pytest.mark.parametrize("name", LINEAR_BUILDERS)
+@pytest.mark.parametrize("name", BUILDERS)
 def test_schedules_by_name(name: str) -> None:
-    args = arguments(pipeline_schedule=name)
-    before = dict(vars(args))
-    validate(args)
-    assert vars(args) == before
-    assert schedule_for(name, STAGES, MICROBATCHES) == build(name, STAGES, MICROBATCHES)
+    schedule = build(name, STAGES, MICROBATCHES)
+    assert validate(arguments(pipeline_schedule=name)) == schedule.placement
+    assert schedule_for(name, STAGES, MICROBATCHES) == schedule
 
 
-@pytest.mark.parametrize("name", LINEAR_BUILDERS)
+@pytest.mark.parametrize("name", BUILDERS)
 def test_a_saved_schedule_runs_as_it_was(name: str, tmp_path: Path) -> None:
     schedule = build(name, STAGES, MICROBATCHES)
     path = saved(schedule, tmp_path)
@@ -337,7 +312,7 @@ def test_the_flags_are_parsed() -> None:
     }
     offered = parser.format_help()
     for name in BUILDERS:
-        assert (name in offered) == (name in LINEAR_BUILDERS)
+        assert (name in offered) == (name in BUILDERS)
 
 
 def test_a_schedule_file_is_plain_json(tmp_path: Path) -> None:
@@ -345,19 +320,12 @@ def test_a_schedule_file_is_plain_json(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["passes"] == ["0F0 0I0 0W0", "0F0 0I0 0W0"]
 
 
-def test_sizes_from_a_checkpoint_are_checked_once_they_are_known() -> None:
-    """The command line says one stage, the checkpoint will say two; or the other way round."""
-    waiting = arguments(
-        pipeline_schedule="zb-h1", use_checkpoint_args=True, pipeline_model_parallel_size=1
-    )
-    validate(waiting)
-    with pytest.raises(ConfigurationError, match="needs a pipeline"):
-        validate(waiting, final=True)
-    waiting.pipeline_model_parallel_size = 2
-    validate(waiting, final=True)
-    waiting.mtp_num_layers = 1
-    with pytest.raises(ConfigurationError, match="--mtp-num-layers 1"):
-        validate(waiting, final=True)
+def test_a_yaml_file_is_refused() -> None:
+    """Megatron validates what it says by other code, after which ours would come too late."""
+    with pytest.raises(ConfigurationError, match=r"--yaml-cfg job.yaml does not work with"):
+        refuse_yaml(arguments(pipeline_schedule="zb-h1", yaml_cfg="job.yaml"))
+    refuse_yaml(arguments(pipeline_schedule="zb-h1", yaml_cfg=None))
+    refuse_yaml(arguments(yaml_cfg="job.yaml"))
 
 
 def test_a_file_that_is_too_deep_or_cannot_be_read(tmp_path: Path) -> None:
@@ -373,7 +341,7 @@ def test_weight_shards_that_megatron_fills_in_are_those_of_tensor_parallelism() 
         tensor_parallel_num_weight_shards=2,
         world_size=2 * STAGES,
     )
-    validate(filled, final=True)
+    validate(filled)
     filled.tensor_parallel_num_weight_shards = 4
     with pytest.raises(ConfigurationError, match="--tensor-parallel-num-weight-shards 4"):
-        validate(filled, final=True)
+        validate(filled)

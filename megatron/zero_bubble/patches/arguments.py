@@ -6,22 +6,29 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron.zero_bubble.arguments import add_arguments, validate
+from megatron.zero_bubble.arguments import (
+    add_arguments,
+    refuse_yaml,
+    validate,
+)
+from megatron.zero_bubble.arrangement import arrange
 from megatron.zero_bubble.launch import stop
-from megatron.zero_bubble.patches import cpu
+from megatron.zero_bubble.patches import cpu, placement
 from megatron.zero_bubble.patches.patching import Patch, apply
 
 __all__ = ["install"]
 
 
 def install() -> None:
-    """Wrap Megatron's parser."""
+    """Wrap Megatron's parser, and its validation."""
+    module = "megatron.training.arguments"
+    apply(Patch(module, "parse_args", "adds --pipeline-schedule and its companions", _with_ours))
     apply(
         Patch(
-            "megatron.training.arguments",
-            "parse_args",
-            "adds --pipeline-schedule and its companions",
-            _with_ours,
+            module,
+            "validate_args",
+            "checks --pipeline-schedule first, and sets the layers of each chunk",
+            _ours_first,
         )
     )
 
@@ -36,9 +43,23 @@ def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
         args = original(provider, ignore_unknown_args)
         try:
             cpu.apply_argument_defaults(args)
-            validate(args)
+            refuse_yaml(args)
         except ValueError as error:
             stop(error)
         return args
 
     return parse_args
+
+
+def _ours_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    # Not when arguments are parsed: with --use-checkpoint-args sizes come from the checkpoint.
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **options: Any) -> Any:
+        try:
+            placement_of_run = validate(args)
+        except ValueError as error:
+            stop(error)
+        placement.use(None if placement_of_run is None else arrange(placement_of_run))
+        return original(args, *rest, **options)
+
+    return validate_args

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron.zero_bubble.arguments import MEGATRON, schedule_for, validate
-from megatron.zero_bubble.launch import stop
+from megatron.zero_bubble.arguments import schedule_for
 from megatron.zero_bubble.patches.patching import Patch, apply
+from megatron.zero_bubble.patches.placement import arrangement_of_run
 from megatron.zero_bubble.runtime.session import Session
 
 __all__ = ["current_session", "install"]
@@ -38,18 +38,20 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_forward_backward_func(*given: Any, **options: Any) -> Any:
         from megatron.training import get_args
 
-        args = get_args()
-        name = getattr(args, "pipeline_schedule", None) or MEGATRON
-        if name == MEGATRON:
+        arrangement = arrangement_of_run()
+        if arrangement is None:
             return original(*given, **options)
         if not _sessions:
-            # Again: a checkpoint's arguments (--use-checkpoint-args) came after the command line's.
-            try:
-                validate(args, final=True)
-            except ValueError as error:
-                stop(error)
+            args = get_args()
             limit = args.zero_bubble_wait_limit or 60.0 * args.distributed_timeout_minutes
-            _sessions.append(Session(partial(schedule_for, name), wait_limit=limit))
+            chunks = arrangement.chunks_a_rank
+            _sessions.append(
+                Session(
+                    partial(schedule_for, args.pipeline_schedule, chunks=chunks),
+                    arrangement,
+                    wait_limit=limit,
+                )
+            )
         return _sessions[0].forward_backward
 
     return get_forward_backward_func

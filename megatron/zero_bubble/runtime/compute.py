@@ -34,8 +34,9 @@ class MegatronCompute:
     """Computes the passes of one stage for one batch; see `runtime.interpreter.Compute`.
 
     Args:
-        models: the stage's model chunks, as the training loop holds them (wrapped).
-        data_iterators: one a chunk.
+        models: the rank's model chunks, as the training loop holds them (wrapped).
+        virtual: of each chunk of the stage, its number in ``models``.
+        data_iterators: one a model chunk.
         config: the model's config, shared by the chunks.
         groups: process groups of this rank.
         message_shape: shape of activations and gradients between stages.
@@ -49,6 +50,7 @@ class MegatronCompute:
         self,
         *,
         models: Sequence[torch.nn.Module],
+        virtual: Sequence[int],
         data_iterators: Sequence[Any],
         config: Any,
         groups: ProcessGroupCollection,
@@ -60,7 +62,7 @@ class MegatronCompute:
         store: WeightGradStore,
         options: BatchOptions,
     ) -> None:
-        self._models, self._data_iterators = models, data_iterators
+        self._models, self._virtual, self._data_iterators = models, virtual, data_iterators
         self._config, self._groups, self._shape = config, groups, tuple(message_shape)
         self._last_chunk, self._options, self._store = last_chunk, options, store
         self._device = device
@@ -79,18 +81,19 @@ class MegatronCompute:
         self._no_sync: list[AbstractContextManager[Any] | None] = [None] * len(models)
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self._device)
-        for chunk in range(len(models)):
-            self._hold_sync(chunk)
+        for number in range(len(models)):
+            self._hold_sync(number)
 
     def forward(
         self, chunk: int, microbatch: int, input: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         options, last = self._options, chunk == self._last_chunk
+        number = self._virtual[chunk]
         with self._store.deferred(chunk in self.split_chunks):
             output, num_tokens = schedules.forward_step(
                 options.forward_step_func,
-                self._data_iterators[chunk],
-                self._models[chunk],
+                self._data_iterators[number],
+                self._models[number],
                 options.num_microbatches,
                 input,
                 self.losses,
@@ -103,7 +106,7 @@ class MegatronCompute:
                     self._first_forward[chunk].microbatch == microbatch,
                 ),
                 current_microbatch=microbatch,
-                vp_stage=chunk if len(self._models) > 1 else None,
+                vp_stage=number if len(self._models) > 1 else None,
                 is_last_stage=last,
             )
         self.num_tokens += num_tokens.to(self._device)
@@ -142,8 +145,8 @@ class MegatronCompute:
 
     def finalize(self) -> None:
         config = self._config
-        for chunk in range(len(self._models)):
-            self._release_sync(chunk)
+        for number in range(len(self._models)):
+            self._release_sync(number)
         if not self._sync_in_backward:
             for function, model in zip(_as_list(config.grad_sync_func), self._models, strict=True):
                 function(model.parameters())
@@ -157,8 +160,8 @@ class MegatronCompute:
 
     def close(self) -> None:
         """Leave all contexts, whatever happened."""
-        for chunk in range(len(self._models)):
-            self._release_sync(chunk)
+        for number in range(len(self._models)):
+            self._release_sync(number)
 
     @contextmanager
     def _synchronized(self, chunk: int, microbatch: int, last: dict[int, int]) -> Iterator[None]:
@@ -166,21 +169,22 @@ class MegatronCompute:
         if not (self._sync_in_backward and last[chunk] == microbatch):
             yield
             return
-        self._release_sync(chunk)
+        number = self._virtual[chunk]
+        self._release_sync(number)
         try:
             yield
         finally:
-            self._hold_sync(chunk)
+            self._hold_sync(number)
 
-    def _hold_sync(self, chunk: int) -> None:
+    def _hold_sync(self, number: int) -> None:
         no_sync = self._config.no_sync_func
-        if no_sync is not None and self._no_sync[chunk] is None:
-            context = _as_list(no_sync)[chunk]()
+        if no_sync is not None and self._no_sync[number] is None:
+            context = _as_list(no_sync)[number]()
             context.__enter__()
-            self._no_sync[chunk] = context
+            self._no_sync[number] = context
 
-    def _release_sync(self, chunk: int) -> None:
-        context, self._no_sync[chunk] = self._no_sync[chunk], None
+    def _release_sync(self, number: int) -> None:
+        context, self._no_sync[number] = self._no_sync[number], None
         if context is not None:
             context.__exit__(None, None, None)
 

@@ -13,13 +13,14 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron.zero_bubble.arrangement import Arrangement
 from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
 from megatron.zero_bubble.runtime.interpreter import Event, Interpreter, Observer
 from megatron.zero_bubble.runtime.layers import split_linears
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
-from zero_bubble.builders import build
+from zero_bubble.builders import forwards
 from zero_bubble.costs import Costs
 from zero_bubble.lower import lower
 from zero_bubble.program import Instruction, Program, Run, channels_between
@@ -54,11 +55,15 @@ class Session:
 
     Args:
         build_schedule: makes the schedule for a number of microbatches.
+        arrangement: where its chunks are in Megatron's model.
         wait_limit: seconds a stage may wait for a message.
     """
 
-    def __init__(self, build_schedule: BuildSchedule, *, wait_limit: float) -> None:
+    def __init__(
+        self, build_schedule: BuildSchedule, arrangement: Arrangement, *, wait_limit: float
+    ) -> None:
         self._build_schedule, self._wait_limit = build_schedule, wait_limit
+        self._arrangement = arrangement
         self._programs: dict[tuple[int, bool], Program] = {}
         self.transport: Transport | None = None
         self._split: set[int] = set()
@@ -77,12 +82,17 @@ class Session:
         """The program for a batch of this many microbatches, made once."""
         key = num_microbatches, forward_only
         if key not in self._programs:
-            # Without backward passes there is one sensible order, whatever training runs.
+            placement = self._arrangement.placement
             schedule = (
-                build("gpipe", stages, num_microbatches)
+                forwards(placement, num_microbatches)
                 if forward_only
                 else self._build_schedule(stages, num_microbatches)
             )
+            if schedule.placement != placement:
+                raise ConfigurationError(
+                    f"the schedule {schedule.name} has the placement {schedule.placement.name}, "
+                    f"but the model is built for the placement {placement.name}"
+                )
             self._programs[key] = lower(schedule, forward_only=forward_only)
             if not forward_only and dist.get_rank() == 0:
                 _announce(schedule)
@@ -125,13 +135,13 @@ class Session:
                 "shape: use --pipeline-schedule megatron"
             )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        stage, stages = groups.pp.rank(), groups.pp.size()
-        program = self.program(num_microbatches, stages, forward_only=forward_only)
-        placement = program.placement
-        if len(models) != placement.num_chunks(stage):
+        arrangement = self._arrangement
+        placement, stage = arrangement.placement, arrangement.stage_of(groups.pp.rank())
+        program = self.program(num_microbatches, groups.pp.size(), forward_only=forward_only)
+        if len(models) != arrangement.chunks_a_rank:
             raise ConfigurationError(
-                f"the schedule {program.name} has {placement.num_chunks(stage)} chunks on stage "
-                f"{stage}, the model has {len(models)}"
+                f"the schedule {program.name} has {arrangement.chunks_a_rank} chunks on a stage, "
+                f"the model has {len(models)}"
             )
         instructions = program.instructions[stage]
         options = BatchOptions(
@@ -154,6 +164,7 @@ class Session:
         device = torch.empty(0, device="cuda").device
         compute = MegatronCompute(
             models=models,
+            virtual=arrangement.virtual[stage],
             data_iterators=iterators,
             config=config,
             groups=groups,
@@ -219,8 +230,8 @@ class Session:
         if self.transport is None:
             self.transport = Transport(
                 channels_between(program.placement),
-                stage=group.rank(),
-                ranks=dist.get_process_group_ranks(group),
+                stage=self._arrangement.stage_of(group.rank()),
+                ranks=self._arrangement.by_stage(dist.get_process_group_ranks(group)),
                 backend=dist.get_backend(group),
                 device=device,
                 wait_limit=self._wait_limit,

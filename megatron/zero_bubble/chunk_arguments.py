@@ -1,0 +1,166 @@
+"""How many chunks a rank holds, and which layers: what Megatron's flags and our schedule say."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.zero_bubble.arrangement import Arrangement, arrange
+from megatron.zero_bubble.errors import ConfigurationError
+from megatron.zero_bubble.layer_spread import describe, layout_of, padded, spread
+from zero_bubble.placement import Placement
+
+__all__ = ["chunks_asked_for", "set_layers"]
+
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """What a flag of Megatron's says about the number of chunks of the whole model."""
+
+    flag: str
+    chunks: int
+
+
+def _said(args: Any) -> _Chunks | None:
+    stages = args.pipeline_model_parallel_size
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if isinstance(layout, str):
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout,
+        )
+
+        try:
+            parts = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        except AssertionError as error:
+            raise ConfigurationError(f"{LAYOUT} {layout}: {error}") from error
+        return _Chunks(f"{LAYOUT} {layout}", parts)
+    virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
+    if virtual is not None:
+        return _Chunks(f"--num-virtual-stages-per-pipeline-rank {virtual}", virtual * stages)
+    layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
+    if layers is None:
+        return None
+    flag = f"--num-layers-per-virtual-pipeline-stage {layers}"
+    total = _num_layers(args) + sum(_ends_as_layers(args).values())
+    if layers < 1 or total % (layers * stages):
+        raise ConfigurationError(
+            f"{flag} does not cut {total} layers into chunks for {stages} stages: use "
+            "--num-virtual-stages-per-pipeline-rank, which spreads any number of layers"
+        )
+    return _Chunks(flag, total // layers)
+
+
+def chunks_asked_for(args: Any) -> int | None:
+    """Chunks a stage that Megatron's flags ask for; None if they do not say.
+
+    Raises:
+        ConfigurationError: a number that does not come out even over the stages.
+    """
+    said = _said(args)
+    if said is None:
+        return None
+    stages: int = args.pipeline_model_parallel_size
+    chunks, rest = divmod(said.chunks, stages)
+    if rest or chunks < 1:
+        raise ConfigurationError(
+            f"{said.flag} makes {said.chunks} chunks, which do not come out even over "
+            f"--pipeline-model-parallel-size {stages}"
+        )
+    return chunks
+
+
+def set_layers(args: Any, flag: str, placement: Placement) -> None:
+    """Tell Megatron which layers each chunk of the placement has, by its own layout argument.
+
+    A layout that is given is kept. Otherwise layers are spread (`layer_spread.spread`), and the
+    choice is printed; but one chunk a stage with layers that divide, or with Megatron's own flags
+    for uneven stages, is left to Megatron. ``zero_bubble_positions`` is set on the arguments, and
+    so is kept in checkpoints.
+
+    Raises:
+        ConfigurationError: flags that contradict the placement, or too few layers.
+    """
+    arrangement = arrange(placement)
+    said = _said(args)
+    if said is not None and said.chunks != placement.num_positions:
+        raise ConfigurationError(
+            f"{flag} has {placement.num_positions} chunks in all, but {said.flag} makes "
+            f"{said.chunks}: make it {placement.num_positions}, or leave it out"
+        )
+    loader = getattr(args, "dataloader_save", None)
+    if loader is not None and arrangement.first_rank != 0:
+        raise ConfigurationError(
+            f"{flag} does not work with --dataloader-save {loader}: Megatron saves the state of "
+            "the loader on the first rank, and here the last one reads the data; leave it out"
+        )
+    args.zero_bubble_positions = [list(held) for held in arrangement.positions]
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if not isinstance(layout, str):
+        layout = _chosen_layout(args, flag, arrangement)
+    if layout is None:
+        return
+    args.pipeline_model_parallel_layout = padded(layout, arrangement)
+    # Each of these is another way to say what the layout says; Megatron takes one.
+    args.num_virtual_stages_per_pipeline_rank = None
+    args.num_layers_per_virtual_pipeline_stage = None
+    args.account_for_embedding_in_pipeline_split = False
+    args.account_for_loss_in_pipeline_split = False
+    if arrangement.chunks_a_rank > 1:
+        # Without it Megatron refuses two stages, for its own messages, which do not run here.
+        args.overlap_p2p_comm = True
+
+
+def _chosen_layout(args: Any, flag: str, arrangement: Arrangement) -> str | None:
+    placement = arrangement.placement
+    layers, positions = _num_layers(args), placement.num_positions
+    ends = _ends_as_layers(args)
+    several = arrangement.chunks_a_rank > 1
+    for name, dashed in (
+        ("decoder_first_pipeline_num_layers", "--decoder-first-pipeline-num-layers"),
+        ("decoder_last_pipeline_num_layers", "--decoder-last-pipeline-num-layers"),
+        ("hybrid_layer_pattern", "--hybrid-layer-pattern"),
+    ):
+        value = getattr(args, name, None)
+        if value is None:
+            continue
+        if not several:
+            return None
+        raise ConfigurationError(
+            f"{flag} has several chunks a stage, of which {dashed} {value} does not tell which "
+            f"layers they have: use {LAYOUT}, in the order of the model"
+        )
+    if layers + sum(ends.values()) < positions:
+        raise ConfigurationError(
+            f"--num-layers {layers} is too few for {flag} on {placement.num_stages} stages, which "
+            f"has {positions} chunks: use at least {positions} layers, fewer stages, or a "
+            f"{LAYOUT} with chunks that have no layer"
+        )
+    if not several and (layers + sum(ends.values())) % positions == 0:
+        return None
+    counts = spread(layers, arrangement, **ends)
+    layout = layout_of(counts)
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"zero-bubble: layers of each chunk: {describe(counts, arrangement)}; as "
+            f"{LAYOUT} {layout!r} says in the order of the model",
+            flush=True,
+        )
+    return layout
+
+
+def _num_layers(args: Any) -> int:
+    for name in ("num_layers", "encoder_num_layers"):
+        layers: int | None = getattr(args, name, None)
+        if layers is not None:
+            return layers
+    raise ConfigurationError("--num-layers is missing")
+
+
+def _ends_as_layers(args: Any) -> dict[str, bool]:
+    return {
+        "embedding": bool(getattr(args, "account_for_embedding_in_pipeline_split", False)),
+        "loss": bool(getattr(args, "account_for_loss_in_pipeline_split", False)),
+    }

@@ -1,0 +1,223 @@
+"""Flags about chunks and layers: what is set for Megatron, and what contradicts the schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.arguments import schedule_for, validate
+from tests.unit.cpu_mode import checks_of
+from tests.unit.test_arguments import MICROBATCHES, arguments, complaint, saved
+from zero_bubble.builders import build, forwards
+from zero_bubble.placement import Placement
+from zero_bubble.schedule import Kind, Pass, Schedule
+
+LAYOUT = "pipeline_model_parallel_layout"
+VIRTUAL = "num_virtual_stages_per_pipeline_rank"
+LAYERS_EACH = "num_layers_per_virtual_pipeline_stage"
+
+
+def set_for(name: str, **changes: Any) -> dict[str, Any]:
+    """Megatron's arguments as `validate` leaves them."""
+    args = arguments(pipeline_schedule=name, **changes)
+    validate(args)
+    return vars(args)
+
+
+def asked_of_megatron(name: str, **changes: Any) -> Any:
+    """The complaint, or None, where Megatron's own reading of a layout is needed."""
+    given = vars(arguments(pipeline_schedule=name, **changes))
+    return checks_of("tests.unit.megatron_checks")("complaint", arguments=given)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
+def test_one_chunk_a_stage_is_megatrons_own_split_where_layers_divide(name: str) -> None:
+    args = set_for(name, num_layers=6)
+    assert args.get(LAYOUT) is None
+    assert args["zero_bubble_positions"] == [[0], [1]]
+
+
+def test_one_chunk_a_stage_with_layers_left_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set_for("zb-h1", num_layers=5)[LAYOUT] == "Ettt|ttL"
+    assert capsys.readouterr().out == (
+        "zero-bubble: layers of each chunk: rank 0 3, rank 1 2; as "
+        "--pipeline-model-parallel-layout 'Ettt|ttL' says in the order of the model\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        ("zb-v", [[1, 2], [0, 3]]),
+        ("v-half", [[1, 2], [0, 3]]),
+        ("v-min", [[1, 2], [0, 3]]),
+        ("interleaved", [[0, 2], [1, 3]]),
+        ("zb-interleaved", [[0, 2], [1, 3]]),
+    ],
+)
+def test_several_chunks_are_told_by_a_layout(name: str, positions: list[list[int]]) -> None:
+    args = set_for(name, num_layers=4, overlap_p2p_comm=False)
+    assert args[LAYOUT] == "Et|t|t|tL"
+    assert args["zero_bubble_positions"] == positions
+    # Megatron would refuse two stages otherwise.
+    assert args["overlap_p2p_comm"] is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunks"),
+    [({VIRTUAL: 3}, 3), ({LAYERS_EACH: 2}, 3), ({VIRTUAL: 1}, 1), ({}, 2)],
+)
+def test_megatrons_flags_choose_the_chunks_of_interleaved(
+    flags: dict[str, int], chunks: int
+) -> None:
+    args = set_for("interleaved", num_layers=12, **flags)
+    assert [len(held) for held in args["zero_bubble_positions"]] == [chunks] * 2
+    if chunks > 1:
+        assert args[VIRTUAL] is args[LAYERS_EACH] is None
+    schedule = schedule_for("interleaved", 2, MICROBATCHES, chunks)
+    assert schedule == build("interleaved", 2, MICROBATCHES, chunks=chunks)
+
+
+def test_account_flags_count_the_ends_as_layers() -> None:
+    ends = {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    }
+    args = set_for("zb-v", num_layers=6, **ends)
+    assert args[LAYOUT] == "Et|tt|tt|tL"
+    assert not any(args[name] for name in ends)
+    # One chunk a stage: Megatron's own business, if it comes out even.
+    args = set_for("zb-h1", num_layers=6, **ends)
+    assert args.get(LAYOUT) is None
+    assert all(args[name] for name in ends)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        (
+            "zb-h1",
+            {VIRTUAL: 2},
+            "--pipeline-schedule zb-h1 has 2 chunks in all, but "
+            "--num-virtual-stages-per-pipeline-rank 2 makes 4: make it 2, or leave it out",
+        ),
+        (
+            "zb-v",
+            {VIRTUAL: 3},
+            "--pipeline-schedule zb-v has 4 chunks in all, but "
+            "--num-virtual-stages-per-pipeline-rank 3 makes 6: make it 4, or leave it out",
+        ),
+        (
+            "zb-v",
+            {LAYERS_EACH: 2, "num_layers": 4},
+            "--pipeline-schedule zb-v has 4 chunks in all, but "
+            "--num-layers-per-virtual-pipeline-stage 2 makes 2: make it 4, or leave it out",
+        ),
+        (
+            "interleaved",
+            {LAYERS_EACH: 3, "num_layers": 8},
+            "--num-layers-per-virtual-pipeline-stage 3 does not cut 8 layers into chunks for 2 "
+            "stages: use --num-virtual-stages-per-pipeline-rank, which spreads any number of "
+            "layers",
+        ),
+        (
+            "zb-v",
+            {"num_layers": 3},
+            "--num-layers 3 is too few for --pipeline-schedule zb-v on 2 stages, which has 4 "
+            "chunks: use at least 4 layers, fewer stages, or a --pipeline-model-parallel-layout "
+            "with chunks that have no layer",
+        ),
+        (
+            "zb-h1",
+            {"num_layers": 1},
+            "--num-layers 1 is too few for --pipeline-schedule zb-h1 on 2 stages, which has 2 "
+            "chunks: use at least 2 layers, fewer stages, or a --pipeline-model-parallel-layout "
+            "with chunks that have no layer",
+        ),
+        (
+            "zb-v",
+            {"decoder_first_pipeline_num_layers": 1},
+            "--pipeline-schedule zb-v has several chunks a stage, of which "
+            "--decoder-first-pipeline-num-layers 1 does not tell which layers they have: use "
+            "--pipeline-model-parallel-layout, in the order of the model",
+        ),
+        ("zb-v", {"num_layers": None}, "--num-layers is missing"),
+        (
+            "zb-v",
+            {"dataloader_save": "state"},
+            "--pipeline-schedule zb-v does not work with --dataloader-save state: Megatron saves "
+            "the state of the loader on the first rank, and here the last one reads the data; "
+            "leave it out",
+        ),
+    ],
+)
+def test_contradictions(name: str, flags: dict[str, Any], message: str) -> None:
+    assert complaint(pipeline_schedule=name, **flags) == message
+
+
+def test_one_chunk_a_stage_leaves_megatrons_uneven_flags_to_it() -> None:
+    args = set_for("zb-h1", num_layers=5, decoder_first_pipeline_num_layers=1)
+    assert args.get(LAYOUT) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "message"),
+    [
+        ("zb-h1", "Ett|ttL", None),
+        ("zb-v", "Et|t|t|tL", None),
+        ("zb-v", "Et||tt|tL", None),
+        ("interleaved", "Et|t|t|t|t|tL", None),
+        (
+            "zb-v",
+            "Ett|ttL",
+            "--pipeline-schedule zb-v has 4 chunks in all, but --pipeline-model-parallel-layout "
+            "Ett|ttL makes 2: make it 4, or leave it out",
+        ),
+        (
+            "zb-h1",
+            "Et|t|t|tL",
+            "--pipeline-schedule zb-h1 has 2 chunks in all, but --pipeline-model-parallel-layout "
+            "Et|t|t|tL makes 4: make it 2, or leave it out",
+        ),
+        (
+            "interleaved",
+            "Et|t|tL",
+            "--pipeline-model-parallel-layout Et|t|tL makes 3 chunks, which do not come out even "
+            "over --pipeline-model-parallel-size 2",
+        ),
+    ],
+)
+def test_a_layout_is_in_the_order_of_the_model(name: str, layout: str, message: str | None) -> None:
+    assert asked_of_megatron(name, **{LAYOUT: layout}) == message
+
+
+def test_a_layout_with_a_wrong_letter() -> None:
+    message = asked_of_megatron("zb-v", **{LAYOUT: "Et|x|t|tL"})
+    assert message.startswith("--pipeline-model-parallel-layout Et|x|t|tL: Invalid layer character")
+
+
+def test_a_file_of_any_placement(tmp_path: Path) -> None:
+    """Also one whose stages hold different numbers of chunks: the others are empty in Megatron."""
+    placement = Placement(((0, 4), (1,), (2, 3)))
+    schedule = forwards_then_backwards(placement, MICROBATCHES)
+    args = set_for(
+        saved(schedule, tmp_path),
+        num_layers=6,
+        pipeline_model_parallel_size=3,
+        world_size=3,
+    )
+    assert args["zero_bubble_positions"] == [[2, 3], [1, None], [0, 4]]
+    assert args[LAYOUT] == "Et|tt|t|t|tL|"
+
+
+def forwards_then_backwards(placement: Placement, microbatches: int) -> Schedule:
+    """All F's, and backwards in the opposite order of the microbatches' F's on every stage."""
+    there = forwards(placement, microbatches)
+    rows = []
+    for stage, row in enumerate(there.passes):
+        depth = placement.positions[stage]
+        back = sorted(row, key=lambda one: (one.microbatch - depth[one.chunk], one.microbatch))
+        rows.append((*row, *(Pass(Kind.BW, one.microbatch, one.chunk) for one in back)))
+    return Schedule(placement, microbatches, tuple(rows))
