@@ -7,10 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-__all__ = ["AXES", "SCHEDULES", "Case", "Config", "cases", "covering"]
+__all__ = [
+    "AXES",
+    "PLACED",
+    "PLACED_AXES",
+    "SCHEDULES",
+    "Case",
+    "Config",
+    "cases",
+    "covering",
+    "placed_cases",
+]
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """Names for ``--pipeline-schedule`` that promise the bits of Megatron's own 1F1B."""
+PLACED = ("zb-v", "v-half", "v-min", "interleaved", "zb-interleaved")
+"""Those with two chunks a stage: the same bits, but on other ranks than 1F1B has them."""
 
 NEVER_CLIPS = 1e6
 
@@ -48,6 +60,26 @@ class Config:
     @property
     def num_microbatches(self) -> int:
         return self.microbatches or 2 * self.pp
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients may be scaled by their norm; 0 is Megatron's way to say never."""
+        return 0 < self.clip_grad < NEVER_CLIPS
+
+    def start(self) -> Config:
+        """A run on one rank whose first iteration gives this configuration's model its weights.
+
+        A checkpoint has no precision and no ranks, so that few of them serve all.
+        """
+        return Config(
+            pp=1,
+            tied=self.tied,
+            layers=self.layers,
+            hidden=self.hidden,
+            sequence=self.sequence,
+            clip_grad=0.0,
+            microbatches=1,
+        )
 
     def flags(self) -> list[str]:
         """Megatron's command line, without ``--pipeline-schedule``."""
@@ -110,7 +142,7 @@ class Config:
             f"dp{self.dp}" if self.dp > 1 else "",
             "tied" if self.tied else "untied",
             f"dropout{self.dropout}" if self.dropout else "",
-            "clip" if self.clip_grad < NEVER_CLIPS else "noclip",
+            "clip" if self.clips else "noclip",
         ]
         return "-".join(filter(None, parts))
 
@@ -134,6 +166,14 @@ AXES: Mapping[str, Sequence[Any]] = {
     "pp": (2, 4),
     "tied": (False, True),
     "clip_grad": (1.0, NEVER_CLIPS),
+}
+
+PLACED_AXES: Mapping[str, Sequence[Any]] = {
+    "schedule": PLACED,
+    "precision": ("fp32", "bf16"),
+    "distributed_optimizer": (False, True),
+    "pp": (2, 4),
+    "tied": (False, True),
 }
 
 # Beyond the pipeline: too few ranks on a small machine to cross with everything.
@@ -193,3 +233,19 @@ def _alternating() -> Iterable[tuple[Any, ...]]:
     for index, setting in enumerate(itertools.product(*settings)):
         for schedule in schedules:
             yield schedule, *setting, clips[index % len(clips)]
+
+
+def placed_cases() -> list[tuple[Case, bool]]:
+    """Comparisons for PLACED, default tier first; the product of PLACED_AXES without clipping.
+
+    Default (True) are the rows of their `covering`. Two chunks a rank need a layer each.
+    """
+
+    def case(schedule: str, pp: int, **fields: Any) -> Case:
+        return Case(schedule, Config(pp=pp, layers=2 * pp, clip_grad=0.0, **fields))
+
+    default = [case(**row) for row in covering(PLACED_AXES)]
+    names = list(PLACED_AXES)
+    rows = (dict(zip(names, one, strict=True)) for one in itertools.product(*PLACED_AXES.values()))
+    rest = [one for one in (case(**row) for row in rows) if one not in default]
+    return [(one, True) for one in default] + [(one, False) for one in rest]

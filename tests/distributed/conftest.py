@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,29 @@ def reference(reference_zygote: Zygote, run_directory: Path) -> Callable[[Config
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def from_one_start(reference_zygote: Zygote, run_directory: Path) -> Callable[[Config], Config]:
+    """The same configuration, but with weights that are the same whatever the placement.
+
+    Megatron draws a rank's weights by the rank's number. So one rank trains for an iteration and
+    saves, once for each shape of model; runs then load what it saved as a model to be fine-tuned.
+    """
+    saved: dict[Config, Path] = {}
+
+    def prepared(config: Config) -> Config:
+        start = config.start()
+        if start not in saved:
+            directory = run_directory / f"start{len(saved)}"
+            saving = ["--save", str(directory / "checkpoint"), "--save-interval", "1"]
+            saving += ["--exit-interval", "1", "--no-save-optim", "--no-save-rng"]
+            reference_zygote.train(start, directory, saving)
+            saved[start] = directory / "checkpoint"
+        load = ("--load", str(saved[start]), "--finetune", "--no-load-optim", "--no-load-rng")
+        return replace(config, extra=(*config.extra, *load))
+
+    return prepared
 
 
 @pytest.fixture(scope="session")

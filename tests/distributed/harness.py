@@ -12,17 +12,28 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from tests.distributed.configs import Config
+from tests.distributed.gathering import assemble
 
-__all__ = ["Result", "TrainingFailed", "Zygote", "assert_identical", "differences"]
+__all__ = [
+    "Result",
+    "TrainingFailed",
+    "Zygote",
+    "assert_identical",
+    "assert_identical_model",
+    "differences",
+    "model_differences",
+]
 
 STARTUP_LIMIT_S = 120.0
 RUN_LIMIT_S = 180.0
+ROUNDING = 1e-6
+"""By how much a sum of floats may differ, relatively, when it is added up in another order."""
 _LOG_LINES = 40
 
 
@@ -173,7 +184,37 @@ def differences(expected: Result, actual: Result) -> Iterator[str]:
 
 def assert_identical(expected: Result, actual: Result) -> None:
     """Both runs have the same bits in all that was recorded; AssertionError names what differs."""
-    found = list(differences(expected, actual))
+    _assert_none(list(differences(expected, actual)), expected, actual)
+
+
+def model_differences(expected: Result, actual: Result) -> Iterator[str]:
+    """Every difference between two models in training, whichever ranks hold their parts.
+
+    The gradients' norm is compared up to rounding: a stage sums the squares of its own gradients,
+    and another placement has others on it. Where the norm clips, it scales all gradients, so that
+    every bit may differ after the first step. Losses are then compared up to rounding too, and
+    parameters and optimizer state not at all.
+    """
+    clips = expected.config.clips
+    for part in ("iterations", "evaluations"):
+        before, after = _of_all_ranks(expected, part), _of_all_ranks(actual, part)
+        if len(before) != len(after):
+            yield f"{len(before)} and {len(after)} {part}"
+        for index, (left, right) in enumerate(zip(before, after, strict=False)):
+            rounded = {name for name in left if name == "grad_norm" or (clips and _is_loss(name))}
+            for what in (*_unequal(left, right, but=rounded), *_far(left, right, rounded)):
+                yield f"{part.removesuffix('s')} {index}: {what}"
+    if not clips:
+        models = [assemble(rank["pieces"] for rank in run.ranks) for run in (expected, actual)]
+        yield from (f"at the end: {what}" for what in _unequal(*models))
+
+
+def assert_identical_model(expected: Result, actual: Result) -> None:
+    """Both runs trained the same model to the same bits; AssertionError names what differs."""
+    _assert_none(list(model_differences(expected, actual)), expected, actual)
+
+
+def _assert_none(found: list[str], expected: Result, actual: Result) -> None:
     if found:
         more = f"\n... and {len(found) - 8} more" if len(found) > 8 else ""
         raise AssertionError(
@@ -183,13 +224,49 @@ def assert_identical(expected: Result, actual: Result) -> None:
         )
 
 
-def _unequal(left: dict[str, Any], right: dict[str, Any]) -> Iterator[str]:
+def _of_all_ranks(result: Result, part: str) -> list[dict[str, Any]]:
+    """What each iteration or evaluation gave, on whichever rank it is known.
+
+    AssertionError if two ranks say different things, or none knows a loss.
+    """
+    rows = []
+    for index, records in enumerate(zip(*(rank[part] for rank in result.ranks), strict=True)):
+        row: dict[str, Any] = {}
+        for rank, record in enumerate(records):
+            known = {name: row[name] for name in record if name in row}
+            for what in _unequal(known, {name: record[name] for name in known}):
+                raise AssertionError(f"{part} {index}: ranks disagree, on rank {rank} {what}")
+            row |= record
+        assert any(map(_is_loss, row)), f"{part} {index}: no rank knows a loss"
+        rows.append(row)
+    return rows
+
+
+def _is_loss(name: str) -> bool:
+    """As iterations and evaluations name them; the loss scale is none."""
+    return name.startswith("loss/") or name.endswith(" loss")
+
+
+def _far(left: dict[str, Any], right: dict[str, Any], names: set[str]) -> Iterator[str]:
+    """Differences beyond rounding, of values on both sides."""
+    import torch
+
+    for name in sorted(names & left.keys() & right.keys()):
+        a, b = (torch.as_tensor(one[name], dtype=torch.float64) for one in (left, right))
+        if not torch.allclose(a, b, rtol=ROUNDING, atol=0.0):
+            yield f"{name} is {b.tolist()!r}, not {a.tolist()!r} within {ROUNDING:g}"
+
+
+def _unequal(
+    left: dict[str, Any], right: dict[str, Any], but: Container[str] = ()
+) -> Iterator[str]:
+    """Names on one side only, and different values, except of the names in ``but``."""
     import torch
 
     for name in left.keys() ^ right.keys():
         yield f"{name} is only in the {'expected' if name in left else 'actual'} run"
     for name in left:
-        if name not in right:
+        if name not in right or name in but:
             continue
         a, b = left[name], right[name]
         if not (torch.is_tensor(a) and torch.is_tensor(b)):

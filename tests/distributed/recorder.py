@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.distributed.gathering import pieces
 from tests.distributed.watch import ADAPTOR, RuntimeWatch
 
 __all__ = ["Recorder"]
@@ -20,6 +21,7 @@ class Recorder:
         iterations   [{name: tensor or number}]   losses (last stage), grad_norm, skipped, lr, scale
         evaluations  [{name: tensor}]             losses (last stage)
         state        {name: tensor}               parameters and optimizer state at the end
+        pieces       [gathering.Piece]            the same, under names that hold on any rank
         adaptor      bool                         whether it was imported
         runtime      [{name: anything}]           see `watch.RuntimeWatch`
     """
@@ -71,6 +73,7 @@ class Recorder:
             "iterations": self.iterations,
             "evaluations": self.evaluations,
             "state": state,
+            "pieces": list(pieces(self._model, self._optimizer)),
             "runtime": self._watch.batches,
             "adaptor": ADAPTOR in sys.modules,
         }

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from tests.distributed.configs import AXES, SCHEDULES, Config, cases, covering
+import pytest
+
+from tests.distributed.configs import (
+    AXES,
+    PLACED,
+    PLACED_AXES,
+    SCHEDULES,
+    Config,
+    cases,
+    covering,
+    placed_cases,
+)
 
 
-def test_each_pair_of_axis_values_is_in_a_covering_row() -> None:
-    rows = covering(AXES)
-    for (name, values), (other, others) in itertools.combinations(AXES.items(), 2):
+@pytest.mark.parametrize("axes", [AXES, PLACED_AXES], ids=["linear", "placed"])
+def test_each_pair_of_axis_values_is_in_a_covering_row(
+    axes: Mapping[str, Sequence[Any]],
+) -> None:
+    rows = covering(axes)
+    for (name, values), (other, others) in itertools.combinations(axes.items(), 2):
         for pair in itertools.product(values, others):
             assert any((row[name], row[other]) == pair for row in rows), (name, other, pair)
 
@@ -34,3 +51,16 @@ def test_every_configuration_runs_under_every_schedule() -> None:
         anyhow = replace(case.config, clip_grad=0.0)
         schedules.setdefault(anyhow, set()).add(case.schedule)
     assert set(map(frozenset, schedules.values())) == {frozenset(SCHEDULES)}
+
+
+def test_placed_cases_are_the_whole_product_with_a_layer_for_each_chunk() -> None:
+    every = [case for case, _ in placed_cases()]
+    assert len(every) == len(set(every)) == math.prod(map(len, PLACED_AXES.values()))
+    for case in every:
+        assert case.config.layers == 2 * case.config.pp
+        assert not case.config.clips
+    default = [case for case, default in placed_cases() if default]
+    assert {case.schedule for case in default} == set(PLACED)
+    assert len(default) == len(covering(PLACED_AXES)) < len(every) / 5
+    # References cost as much as the runs themselves: rows share some.
+    assert len({case.config for case in default}) < len(default)
