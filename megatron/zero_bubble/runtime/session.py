@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.arrangement import Arrangement
 from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
-from megatron.zero_bubble.runtime.interpreter import Event, Interpreter, Observer
+from megatron.zero_bubble.runtime.interpreter import Compute, Event, Interpreter, Observer
 from megatron.zero_bubble.runtime.layers import split_linears
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
@@ -72,6 +72,8 @@ class Session:
         """Called after every batch."""
         self.observer: Observer | None = None
         """Told of every instruction."""
+        self.instrument: Callable[[MegatronCompute], Compute] = lambda compute: compute
+        """What runs in the place of a batch's computations, such as one that measures them."""
 
     def reschedule(self, build_schedule: BuildSchedule) -> None:
         """Run other schedules of the same placement from the next batch on, on all ranks alike."""
@@ -185,7 +187,7 @@ class Session:
         )
         interpreter = Interpreter(
             stage,
-            compute,
+            self.instrument(compute),
             self._connected(program, groups.pp, device),
             split_chunks=compute.split_chunks,
             keep_for_backward=not forward_only,
