@@ -41,8 +41,8 @@ def _said(args: Any) -> _Chunks | None:
     if virtual is not None:
         return _Chunks(f"--num-virtual-stages-per-pipeline-rank {virtual}", virtual * stages)
     layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
-    if layers is None:
-        return None
+    if layers is None or getattr(args, "use_mp_args_from_checkpoint_args", False):
+        return None  # a checkpoint's arguments say how it was saved, not how this run is to be
     flag = f"--num-layers-per-virtual-pipeline-stage {layers}"
     total = _num_layers(args) + sum(_ends_as_layers(args).values())
     if layers < 1 or total % (layers * stages):
@@ -100,12 +100,12 @@ def set_layers(args: Any, flag: str, placement: Placement) -> None:
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if not isinstance(layout, str):
         layout = _chosen_layout(args, flag, arrangement)
+    # Each of these is another way to say what a layout says, of which Megatron takes one.
+    args.num_virtual_stages_per_pipeline_rank = None
+    args.num_layers_per_virtual_pipeline_stage = None
     if layout is None:
         return
     args.pipeline_model_parallel_layout = padded(layout, arrangement)
-    # Each of these is another way to say what the layout says; Megatron takes one.
-    args.num_virtual_stages_per_pipeline_rank = None
-    args.num_layers_per_virtual_pipeline_stage = None
     args.account_for_embedding_in_pipeline_split = False
     args.account_for_loss_in_pipeline_split = False
     if arrangement.chunks_a_rank > 1:

@@ -157,6 +157,14 @@ def test_contradictions(name: str, flags: dict[str, Any], message: str) -> None:
     assert complaint(pipeline_schedule=name, **flags) == message
 
 
+def test_chunks_of_a_checkpoint_do_not_bind_a_run_that_takes_its_arguments() -> None:
+    taken = {LAYERS_EACH: 1, "use_mp_args_from_checkpoint_args": True}
+    args = set_for("zb-h1", **taken)
+    assert args["zero_bubble_positions"] == [[0], [1]]
+    assert args[LAYERS_EACH] is None  # or Megatron would build several chunks
+    assert set_for("zb-v", **taken)["zero_bubble_positions"] == [[1, 2], [0, 3]]
+
+
 def test_one_chunk_a_stage_leaves_megatrons_uneven_flags_to_it() -> None:
     args = set_for("zb-h1", num_layers=5, decoder_first_pipeline_num_layers=1)
     assert args.get(LAYOUT) is None

@@ -47,6 +47,9 @@ RELIED_ON = {
         "dist_all_gather_func",
         "dist_reduce_scatter_func",
     ),
+    "megatron.core.optimizer.distrib_optimizer": (
+        "DistributedOptimizer.checkpoint_fully_reshardable_formats",
+    ),
     "megatron.core.utils": ("get_model_config", "prepare_input_tensors_for_wgrad_compute"),
 }
 """What the runtime calls by attribute: without a probe it would be missed in the first batch."""

@@ -15,6 +15,7 @@ from megatron.zero_bubble.runtime.interpreter import Event
 from megatron.zero_bubble.runtime.transport import Transport
 from zero_bubble.placement import linear
 from zero_bubble.program import Flow, Run, channels_between
+from zero_bubble.schedule import Kind
 
 __all__ = ["BatchTimes", "batch_times", "message_time"]
 
@@ -23,8 +24,8 @@ __all__ = ["BatchTimes", "batch_times", "message_time"]
 class BatchTimes:
     """One stage's times in one batch, in ms of the host's clock (on a GPU: of launching)."""
 
-    passes: dict[str, list[float]] = field(default_factory=dict)
-    """By kind of pass, without the wait for its message."""
+    passes: dict[tuple[Kind, int], list[float]] = field(default_factory=dict)
+    """By kind of pass and chunk, in the order they ran, without the wait for their messages."""
     waited: float = 0.0
     """For messages."""
     messages: float = 0.0
@@ -40,14 +41,15 @@ class BatchTimes:
 
 def batch_times(events: Sequence[Event]) -> BatchTimes:
     """Add up an event log."""
-    passes: dict[str, list[float]] = defaultdict(list)
+    passes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     waited = messages = 0
     runs = [event for event in events if isinstance(event.instruction, Run)]
     for event in events:
         spent = event.end_ns - event.begin_ns - event.waited_ns
         waited += event.waited_ns
         if isinstance(event.instruction, Run):
-            passes[event.instruction.what.kind.value].append(spent / 1e6)
+            what = event.instruction.what
+            passes[what.kind, what.chunk].append(spent / 1e6)
         else:
             messages += spent
     span = runs[-1].end_ns - runs[0].begin_ns - runs[0].waited_ns if runs else 0
