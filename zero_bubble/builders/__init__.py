@@ -22,7 +22,6 @@ from zero_bubble.schedule import Schedule
 
 __all__ = [
     "BUILDERS",
-    "LINEAR_BUILDERS",
     "Builder",
     "build",
     "forwards",
@@ -51,11 +50,6 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
     }
 )
 """The builders by the name that the command line uses."""
-
-LINEAR_BUILDERS: Mapping[str, Builder] = MappingProxyType(
-    {name: builder for name, builder in BUILDERS.items() if builder.is_linear}
-)
-"""Those with one chunk a stage, in order: what Megatron's flags offer."""
 
 
 def build(
