@@ -14,6 +14,7 @@ from zero_bubble.placement import Placement
 __all__ = ["chunks_asked_for", "set_layers"]
 
 LAYOUT = "--pipeline-model-parallel-layout"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +24,24 @@ class _Chunks:
     flag: str
     chunks: int
 
+    def remedy(self, placement: Placement) -> str:
+        """What to give instead for this placement, in the flag's own terms."""
+        if self.flag.startswith(LAYOUT):
+            return f"give it {placement.num_positions} parts, or leave it out"
+        counts = set(map(len, placement.positions))
+        if self.flag.startswith(VIRTUAL) and len(counts) == 1:
+            return f"make it {counts.pop()}, or leave it out"
+        return "leave it out"
+
 
 def _said(args: Any) -> _Chunks | None:
     stages = args.pipeline_model_parallel_size
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if isinstance(layout, str):
-        from megatron.core.transformer.pipeline_parallel_layer_layout import (
-            PipelineParallelLayerLayout,
-        )
-
-        try:
-            parts = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
-        except AssertionError as error:
-            raise ConfigurationError(f"{LAYOUT} {layout}: {error}") from error
-        return _Chunks(f"{LAYOUT} {layout}", parts)
+        return _Chunks(f"{LAYOUT} {layout}", len(_parts(layout, _num_layers(args))))
     virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     if virtual is not None:
-        return _Chunks(f"--num-virtual-stages-per-pipeline-rank {virtual}", virtual * stages)
+        return _Chunks(f"{VIRTUAL} {virtual}", virtual * stages)
     layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
     if layers is None or getattr(args, "use_mp_args_from_checkpoint_args", False):
         return None  # a checkpoint's arguments say how it was saved, not how this run is to be
@@ -48,7 +50,7 @@ def _said(args: Any) -> _Chunks | None:
     if layers < 1 or total % (layers * stages):
         raise ConfigurationError(
             f"{flag} does not cut {total} layers into chunks for {stages} stages: use "
-            "--num-virtual-stages-per-pipeline-rank, which spreads any number of layers"
+            f"{VIRTUAL}, which spreads any number of layers"
         )
     return _Chunks(flag, total // layers)
 
@@ -88,7 +90,7 @@ def set_layers(args: Any, flag: str, placement: Placement) -> None:
     if said is not None and said.chunks != placement.num_positions:
         raise ConfigurationError(
             f"{flag} has {placement.num_positions} chunks in all, but {said.flag} makes "
-            f"{said.chunks}: make it {placement.num_positions}, or leave it out"
+            f"{said.chunks}: {said.remedy(placement)}"
         )
     loader = getattr(args, "dataloader_save", None)
     if loader is not None and arrangement.first_rank != 0:
@@ -98,13 +100,22 @@ def set_layers(args: Any, flag: str, placement: Placement) -> None:
         )
     args.zero_bubble_positions = [list(held) for held in arrangement.positions]
     layout = getattr(args, "pipeline_model_parallel_layout", None)
-    if not isinstance(layout, str):
+    if isinstance(layout, str):
+        parts = _parts(layout, _num_layers(args))
+    else:
         layout = _chosen_layout(args, flag, arrangement)
+        parts = [] if layout is None else layout.split("|")
     # Each of these is another way to say what a layout says, of which Megatron takes one.
     args.num_virtual_stages_per_pipeline_rank = None
     args.num_layers_per_virtual_pipeline_stage = None
     if layout is None:
         return
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"zero-bubble: placement {placement.name}: {describe(parts, arrangement)}; as "
+            f"{LAYOUT} {layout!r} says in the order of the model",
+            flush=True,
+        )
     args.pipeline_model_parallel_layout = padded(layout, arrangement)
     args.account_for_embedding_in_pipeline_split = False
     args.account_for_loss_in_pipeline_split = False
@@ -140,15 +151,38 @@ def _chosen_layout(args: Any, flag: str, arrangement: Arrangement) -> str | None
         )
     if not several and (layers + sum(ends.values())) % positions == 0:
         return None
-    counts = spread(layers, arrangement, **ends)
-    layout = layout_of(counts)
-    if os.environ.get("RANK", "0") == "0":
-        print(
-            f"zero-bubble: layers of each chunk: {describe(counts, arrangement)}; as "
-            f"{LAYOUT} {layout!r} says in the order of the model",
-            flush=True,
+    return layout_of(spread(layers, arrangement, **ends))
+
+
+def _parts(layout: str, num_layers: int) -> list[str]:
+    """The parts of a layout, one letter for each thing in a part, by Megatron's reading of it.
+
+    Raises:
+        ConfigurationError: it cannot be read, does not begin and end as a model does, or has
+            another number of layers than the model.
+    """
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    flag = f"{LAYOUT} {layout}"
+    try:
+        rows = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    except AssertionError as error:
+        raise ConfigurationError(f"{flag}: {error}") from error
+    letters = {LayerType.embedding: "E", LayerType.loss: "L", LayerType.decoder: "t"}
+    parts = ["".join(letters.get(kind, "m") for kind in row) for row in rows]
+    whole = "".join(parts)
+    if whole.strip("tm") != whole or whole.replace("t", "").replace("m", "") != "EL":
+        raise ConfigurationError(
+            f"{flag}: a model begins with the embedding and ends with the loss; write one E at the "
+            "beginning and one L at the end"
         )
-    return layout
+    if whole.count("t") != num_layers:
+        raise ConfigurationError(
+            f"{flag} has {whole.count('t')} layers (t), but --num-layers is {num_layers}: make the "
+            "two equal"
+        )
+    return parts
 
 
 def _num_layers(args: Any) -> int:

@@ -55,10 +55,23 @@ def padded(layout: str, arrangement: Arrangement) -> str:
     return layout + "|" * (chunks - arrangement.placement.num_positions)
 
 
-def describe(counts: Sequence[int], arrangement: Arrangement) -> str:
-    """For people: the layers that each pipeline rank holds, chunk by chunk."""
+def describe(parts: Sequence[str], arrangement: Arrangement) -> str:
+    """For people: what each pipeline rank holds, chunk by chunk; layers are counted from 1.
+
+    ``parts`` are those of a layout, in model order.
+    """
+    first, texts = 1, []
+    for part in parts:
+        layers = part.count("t")
+        words = ["embedding"] if "E" in part else []
+        if layers:
+            many = f"layers {first}-{first + layers - 1}"
+            words.append(many if layers > 1 else f"layer {first}")
+        words += ["loss"] if "L" in part else []
+        texts.append(", ".join(words) or "no layer")
+        first += layers
     ranks = []
     for rank, held in enumerate(arrangement.positions):
-        layers = [str(counts[position]) for position in held if position is not None]
-        ranks.append(f"rank {rank} {'+'.join(layers)}")
-    return ", ".join(ranks)
+        chunks = (texts[position] for position in held if position is not None)
+        ranks.append(f"rank {rank} holds {' | '.join(chunks)}")
+    return "; ".join(ranks)

@@ -42,8 +42,17 @@ def test_one_chunk_a_stage_is_megatrons_own_split_where_layers_divide(name: str)
 def test_one_chunk_a_stage_with_layers_left_over(capsys: pytest.CaptureFixture[str]) -> None:
     assert set_for("zb-h1", num_layers=5)[LAYOUT] == "Ettt|ttL"
     assert capsys.readouterr().out == (
-        "zero-bubble: layers of each chunk: rank 0 3, rank 1 2; as "
-        "--pipeline-model-parallel-layout 'Ettt|ttL' says in the order of the model\n"
+        "zero-bubble: placement linear: rank 0 holds embedding, layers 1-3; rank 1 holds layers "
+        "4-5, loss; as --pipeline-model-parallel-layout 'Ettt|ttL' says in the order of the model\n"
+    )
+
+
+def test_what_a_v_holds_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set_for("zb-v", num_layers=5)[LAYOUT] == "Et|t|tt|tL"
+    assert capsys.readouterr().out == (
+        "zero-bubble: placement v: rank 0 holds layer 2 | layers 3-4; rank 1 holds embedding, "
+        "layer 1 | layer 5, loss; as --pipeline-model-parallel-layout 'Et|t|tt|tL' says in the "
+        "order of the model\n"
     )
 
 
@@ -101,19 +110,19 @@ def test_account_flags_count_the_ends_as_layers() -> None:
             "zb-h1",
             {VIRTUAL: 2},
             "--pipeline-schedule zb-h1 has 2 chunks in all, but "
-            "--num-virtual-stages-per-pipeline-rank 2 makes 4: make it 2, or leave it out",
+            "--num-virtual-stages-per-pipeline-rank 2 makes 4: make it 1, or leave it out",
         ),
         (
             "zb-v",
             {VIRTUAL: 3},
             "--pipeline-schedule zb-v has 4 chunks in all, but "
-            "--num-virtual-stages-per-pipeline-rank 3 makes 6: make it 4, or leave it out",
+            "--num-virtual-stages-per-pipeline-rank 3 makes 6: make it 2, or leave it out",
         ),
         (
             "zb-v",
             {LAYERS_EACH: 2, "num_layers": 4},
             "--pipeline-schedule zb-v has 4 chunks in all, but "
-            "--num-layers-per-virtual-pipeline-stage 2 makes 2: make it 4, or leave it out",
+            "--num-layers-per-virtual-pipeline-stage 2 makes 2: leave it out",
         ),
         (
             "interleaved",
@@ -176,23 +185,39 @@ def test_one_chunk_a_stage_leaves_megatrons_uneven_flags_to_it() -> None:
         ("zb-h1", "Ett|ttL", None),
         ("zb-v", "Et|t|t|tL", None),
         ("zb-v", "Et||tt|tL", None),
-        ("interleaved", "Et|t|t|t|t|tL", None),
+        ("interleaved", "Et||t|t||tL", None),
         (
             "zb-v",
             "Ett|ttL",
             "--pipeline-schedule zb-v has 4 chunks in all, but --pipeline-model-parallel-layout "
-            "Ett|ttL makes 2: make it 4, or leave it out",
+            "Ett|ttL makes 2: give it 4 parts, or leave it out",
         ),
         (
             "zb-h1",
             "Et|t|t|tL",
             "--pipeline-schedule zb-h1 has 2 chunks in all, but --pipeline-model-parallel-layout "
-            "Et|t|t|tL makes 4: make it 2, or leave it out",
+            "Et|t|t|tL makes 4: give it 2 parts, or leave it out",
+        ),
+        ("zb-v", "Et|(t|)*2tL", None),
+        (
+            "zb-v",
+            "Et|t|t|ttL",
+            "--pipeline-model-parallel-layout Et|t|t|ttL has 5 layers (t), but --num-layers is 4: "
+            "make the two equal",
+        ),
+        *(
+            (
+                "zb-v",
+                bad,
+                f"--pipeline-model-parallel-layout {bad}: a model begins with the embedding and "
+                "ends with the loss; write one E at the beginning and one L at the end",
+            )
+            for bad in ("t|t|t|tL", "Et|t|t|t", "tE|t|t|tL", "Et|t|tL|t", "Et|Et|t|tL")
         ),
         (
             "interleaved",
-            "Et|t|tL",
-            "--pipeline-model-parallel-layout Et|t|tL makes 3 chunks, which do not come out even "
+            "Et|tt|tL",
+            "--pipeline-model-parallel-layout Et|tt|tL makes 3 chunks, which do not come out even "
             "over --pipeline-model-parallel-size 2",
         ),
     ],

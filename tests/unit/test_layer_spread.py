@@ -67,4 +67,7 @@ def test_in_megatrons_words() -> None:
     assert layout_of((1, 0, 2)) == "Et||ttL"
     arrangement = arrange(Placement(((0, 4), (1,), (2, 3))))
     assert padded("Et|t|t|t|tL", arrangement) == "Et|t|t|t|tL|"
-    assert describe((1, 2, 3, 4, 5), arrangement) == "rank 0 3+4, rank 1 2, rank 2 1+5"
+    assert describe(["Et", "tt", "", "ttt", "tL"], arrangement) == (
+        "rank 0 holds no layer | layers 4-6; rank 1 holds layers 2-3; rank 2 holds embedding, "
+        "layer 1 | layer 7, loss"
+    )

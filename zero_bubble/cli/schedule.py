@@ -151,11 +151,6 @@ def _run_auto(arguments: argparse.Namespace) -> int:
         # What a solver proves for these limits says nothing about others.
         for line in advice_lines(problem, bound):
             print(line)
-    if arguments.output is not None and arguments.placement != "linear":
-        print(
-            f"note: {arguments.output} has {arguments.placement} placement: Megatron runs linear "
-            "placement only so far"
-        )
     return 0
 
 
