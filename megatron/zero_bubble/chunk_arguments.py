@@ -14,6 +14,16 @@ from zero_bubble.placement import Placement
 __all__ = ["chunks_asked_for", "set_layers"]
 
 LAYOUT = "--pipeline-model-parallel-layout"
+UNEVEN = {
+    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
+    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+}
+ACCOUNT = {
+    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
+    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
+}
+"""Megatron's arguments, and their flags, that say what a layout says."""
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -35,24 +45,33 @@ class _Chunks:
 
 
 def _said(args: Any) -> _Chunks | None:
+    """What Megatron's flags say, of which at most one may be given."""
     stages = args.pipeline_model_parallel_size
+    given: list[_Chunks] = []
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if isinstance(layout, str):
-        return _Chunks(f"{LAYOUT} {layout}", len(_parts(layout, _num_layers(args))))
+        given.append(_Chunks(f"{LAYOUT} {layout}", len(_parts(layout, _num_layers(args)))))
     virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     if virtual is not None:
-        return _Chunks(f"{VIRTUAL} {virtual}", virtual * stages)
+        if virtual < 1:
+            raise ConfigurationError(f"{VIRTUAL} {virtual}: must be at least 1")
+        given.append(_Chunks(f"{VIRTUAL} {virtual}", virtual * stages))
     layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
-    if layers is None or getattr(args, "use_mp_args_from_checkpoint_args", False):
-        return None  # a checkpoint's arguments say how it was saved, not how this run is to be
-    flag = f"--num-layers-per-virtual-pipeline-stage {layers}"
-    total = _num_layers(args) + sum(_ends_as_layers(args).values())
-    if layers < 1 or total % (layers * stages):
+    # A checkpoint's arguments say how it was saved, not how this run is to be.
+    if layers is not None and not getattr(args, "use_mp_args_from_checkpoint_args", False):
+        flag = f"--num-layers-per-virtual-pipeline-stage {layers}"
+        total = _num_layers(args) + sum(_ends_as_layers(args).values())
+        if layers < 1 or total % (layers * stages):
+            raise ConfigurationError(
+                f"{flag} does not cut {total} layers into chunks for {stages} stages: use "
+                f"{VIRTUAL}, which spreads any number of layers"
+            )
+        given.append(_Chunks(flag, total // layers))
+    if len(given) > 1:
         raise ConfigurationError(
-            f"{flag} does not cut {total} layers into chunks for {stages} stages: use "
-            f"{VIRTUAL}, which spreads any number of layers"
+            f"{given[0].flag} and {given[1].flag} both say which chunks there are: give one of them"
         )
-    return _Chunks(flag, total // layers)
+    return given[0] if given else None
 
 
 def chunks_asked_for(args: Any) -> int | None:
@@ -66,12 +85,25 @@ def chunks_asked_for(args: Any) -> int | None:
         return None
     stages: int = args.pipeline_model_parallel_size
     chunks, rest = divmod(said.chunks, stages)
-    if rest or chunks < 1:
+    if rest:
         raise ConfigurationError(
             f"{said.flag} makes {said.chunks} chunks, which do not come out even over "
             f"--pipeline-model-parallel-size {stages}"
         )
+    if not said.flag.startswith(LAYOUT):
+        # Before a schedule of that many chunks is built.
+        _check_enough_layers(args, said.flag, stages, said.chunks)
     return chunks
+
+
+def _check_enough_layers(args: Any, flag: str, stages: int, chunks: int) -> None:
+    layers = _num_layers(args)
+    if layers + sum(_ends_as_layers(args).values()) < chunks:
+        raise ConfigurationError(
+            f"--num-layers {layers} is too few for {flag} on {stages} stages, which "
+            f"has {chunks} chunks: use at least {chunks} layers, fewer stages, or a "
+            f"{LAYOUT} with chunks that have no layer"
+        )
 
 
 def set_layers(args: Any, flag: str, placement: Placement) -> None:
@@ -101,6 +133,7 @@ def set_layers(args: Any, flag: str, placement: Placement) -> None:
     args.zero_bubble_positions = [list(held) for held in arrangement.positions]
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if isinstance(layout, str):
+        _refuse_beside_layout(args, layout)
         parts = _parts(layout, _num_layers(args))
     else:
         layout = _chosen_layout(args, flag, arrangement)
@@ -128,30 +161,32 @@ def _chosen_layout(args: Any, flag: str, arrangement: Arrangement) -> str | None
     placement = arrangement.placement
     layers, positions = _num_layers(args), placement.num_positions
     ends = _ends_as_layers(args)
-    several = arrangement.chunks_a_rank > 1
-    for name, dashed in (
-        ("decoder_first_pipeline_num_layers", "--decoder-first-pipeline-num-layers"),
-        ("decoder_last_pipeline_num_layers", "--decoder-last-pipeline-num-layers"),
-        ("hybrid_layer_pattern", "--hybrid-layer-pattern"),
-    ):
+    # Megatron numbers layers by rank and chunk.
+    own = arrangement.is_megatrons and arrangement.chunks_a_rank == 1
+    for name, dashed in UNEVEN.items():
         value = getattr(args, name, None)
         if value is None:
             continue
-        if not several:
+        if own:
             return None
         raise ConfigurationError(
-            f"{flag} has several chunks a stage, of which {dashed} {value} does not tell which "
-            f"layers they have: use {LAYOUT}, in the order of the model"
+            f"{flag} has the placement {placement.name}, of which {dashed} {value} does not tell "
+            f"which layers each chunk has: use {LAYOUT}, in the order of the model"
         )
-    if layers + sum(ends.values()) < positions:
-        raise ConfigurationError(
-            f"--num-layers {layers} is too few for {flag} on {placement.num_stages} stages, which "
-            f"has {positions} chunks: use at least {positions} layers, fewer stages, or a "
-            f"{LAYOUT} with chunks that have no layer"
-        )
-    if not several and (layers + sum(ends.values())) % positions == 0:
+    _check_enough_layers(args, flag, placement.num_stages, positions)
+    if own and (layers + sum(ends.values())) % positions == 0:
         return None
     return layout_of(spread(layers, arrangement, **ends))
+
+
+def _refuse_beside_layout(args: Any, layout: str) -> None:
+    for name, dashed in (UNEVEN | ACCOUNT).items():
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
+            shown = dashed if value is True else f"{dashed} {value}"
+            raise ConfigurationError(
+                f"{LAYOUT} {layout} says which layers each chunk has: leave {shown} out"
+            )
 
 
 def _parts(layout: str, num_layers: int) -> list[str]:
@@ -172,7 +207,11 @@ def _parts(layout: str, num_layers: int) -> list[str]:
     letters = {LayerType.embedding: "E", LayerType.loss: "L", LayerType.decoder: "t"}
     parts = ["".join(letters.get(kind, "m") for kind in row) for row in rows]
     whole = "".join(parts)
-    if whole.strip("tm") != whole or whole.replace("t", "").replace("m", "") != "EL":
+    if "m" in whole:
+        raise ConfigurationError(
+            f"{flag}: multi-token prediction (m) does not run here; leave it out"
+        )
+    if whole.strip("t") != whole or whole.replace("t", "") != "EL":
         raise ConfigurationError(
             f"{flag}: a model begins with the embedding and ends with the loss; write one E at the "
             "beginning and one L at the end"

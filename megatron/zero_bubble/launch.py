@@ -88,7 +88,14 @@ def _install_patches() -> None:
     # The training loop's from-imports must exist to be mended.
     import megatron.training.training  # noqa: F401
 
-    from megatron.zero_bubble.patches import arguments, checkpoint, datasets, placement, schedule
+    from megatron.zero_bubble.patches import (
+        arguments,
+        checkpoint,
+        datasets,
+        placement,
+        schedule,
+        tied_checkpoint,
+    )
 
-    for part in (arguments, checkpoint, datasets, placement, schedule):
+    for part in (arguments, checkpoint, datasets, placement, schedule, tied_checkpoint):
         part.install()

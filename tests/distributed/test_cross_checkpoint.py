@@ -51,6 +51,11 @@ BF16 = replace(FP32, precision="bf16")
 SHARDED = replace(BF16, distributed_optimizer=True, extra=(CROSSES,))
 
 DEFAULT = {
+    # Both copies of the embedding on the last ranks, which share the writing.
+    "fp32-tied-dp2": Chain(
+        replace(FP32, layers=4, microbatches=4, tied=True, dp=2),
+        (("zb-v", 2), ("v-half", 2), ("zb-h1", 2)),
+    ),
     "fp32": Chain(FP32, (("zb-h1", 2), ("zb-v", 4), ("interleaved", 2), ("zb-h2", 2))),
     "bf16-distopt": Chain(
         SHARDED, ((MEGATRON, 2), ("zb-v", 2), ("zb-interleaved", 4), (MEGATRON, 2))
@@ -73,8 +78,13 @@ SLOW = {
     "bf16-distopt-tied": Chain(
         replace(SHARDED, tied=True), (("zb-h1", 2), ("zb-v", 2), ("interleaved", 4), (MEGATRON, 2))
     ),
-    "bf16-distopt-dp2": Chain(
-        replace(SHARDED, dp=2), (("zb-h1", 2), ("zb-v", 2), ("interleaved", 2))
+    "bf16-distopt-tied-dp2": Chain(
+        replace(SHARDED, tied=True, dp=2), (("zb-h1", 2), ("zb-v", 2), ("interleaved", 2))
+    ),
+    # The scale starts so low that no step of these few is skipped.
+    "fp16": Chain(
+        replace(FP32, precision="fp16", extra=("--initial-loss-scale", "1024")),
+        (("zb-h1", 2), ("zb-v", 4), ("zb-h2", 2)),
     ),
     # Ten layers do not come out even over the chunks of any of these.
     "bf16-distopt-uneven": Chain(
@@ -121,6 +131,9 @@ def assert_goes_on(whole: Result, parts: Sequence[Result]) -> None:
         for index, (left, right) in enumerate(zip(expected, rows, strict=True)):
             assert left.keys() == right.keys()
             for name in left:
+                if left[name] is None:  # the norm of a step that is skipped
+                    assert right[name] is None, (part, index, name)
+                    continue
                 a, b = (torch.as_tensor(one[name]) for one in (left, right))
                 if name == "grad_norm":  # summed in another order where layers are elsewhere
                     assert torch.allclose(a, b, rtol=1e-6), (part, index, name)

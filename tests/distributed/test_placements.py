@@ -157,6 +157,10 @@ CUSTOM = {
         ((0, 4), (1,), (2, 3)),
         Config(pp=3, layers=6, clip_grad=0.0),
     ),
+    "one_chunk_a_stage_out_of_order": (
+        ((0,), (2,), (1,)),
+        Config(pp=3, layers=6, clip_grad=0.0),
+    ),
     "both_ends_in_the_middle": (
         ((1, 3), (0, 5), (2, 4)),
         Config(pp=3, layers=6, tied=True, clip_grad=0.0),
@@ -166,7 +170,7 @@ CUSTOM = {
         Config(pp=3, layers=6, tied=True, precision="bf16", clip_grad=0.0),
     ),
 }
-CUSTOM_DEFAULT = ("an_unequal_number_of_chunks",)
+CUSTOM_DEFAULT = ("an_unequal_number_of_chunks", "one_chunk_a_stage_out_of_order")
 
 
 @pytest.mark.parametrize(

@@ -137,3 +137,32 @@ def tied_weights(positions: list[list[int]]) -> dict[str, list[float]]:
         "weights": [one.data[0, 0].item() for one in both],
         "gradients": [one.main_grad[0, 0].item() for one in both],
     }
+
+
+def tensors_that_a_rank_holds_twice() -> dict[str, Any]:
+    """What becomes of them where data-parallel ranks share a checkpoint."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
+
+    from megatron.zero_bubble.patches import tied_checkpoint
+
+    def sharded(key: str) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, torch.zeros(2), replica_id=(0, 0, 0))
+
+    def all_main(state: dict[str, Any], *_: Any) -> None:
+        for one in state.values():
+            one.replica_id = 0
+
+    state = {"begin": sharded("weight"), "end": sharded("weight"), "other": sharded("other")}
+    tied_checkpoint._once(all_main)(state)
+    written = {name: one.replica_id for name, one in state.items()}
+
+    loaded = {_sharded_tensor_shard_id(one): torch.ones(2) for one in state.values()}
+
+    def fill_in(into: dict[str, Any], tensors: Any) -> None:
+        for name, one in into.items():
+            into[name] = tensors[_sharded_tensor_shard_id(one)]
+
+    tied_checkpoint._each_its_own(fill_in).__func__(state, loaded)
+    state["begin"].add_(1)  # as Adam does to its moments
+    return {"written": written, "read": {name: one.tolist() for name, one in state.items()}}

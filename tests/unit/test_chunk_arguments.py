@@ -17,6 +17,7 @@ from zero_bubble.schedule import Kind, Pass, Schedule
 LAYOUT = "pipeline_model_parallel_layout"
 VIRTUAL = "num_virtual_stages_per_pipeline_rank"
 LAYERS_EACH = "num_layers_per_virtual_pipeline_stage"
+FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
 def set_for(name: str, **changes: Any) -> dict[str, Any]:
@@ -148,11 +149,25 @@ def test_account_flags_count_the_ends_as_layers() -> None:
         (
             "zb-v",
             {"decoder_first_pipeline_num_layers": 1},
-            "--pipeline-schedule zb-v has several chunks a stage, of which "
-            "--decoder-first-pipeline-num-layers 1 does not tell which layers they have: use "
+            "--pipeline-schedule zb-v has the placement v, of which "
+            "--decoder-first-pipeline-num-layers 1 does not tell which layers each chunk has: use "
             "--pipeline-model-parallel-layout, in the order of the model",
         ),
         ("zb-v", {"num_layers": None}, "--num-layers is missing"),
+        *(("interleaved", {VIRTUAL: bad}, f"{FLAG} {bad}: must be at least 1") for bad in (0, -1)),
+        (
+            "interleaved",
+            {VIRTUAL: 1_000_000, "num_layers": 8},
+            f"--num-layers 8 is too few for {FLAG} 1000000 on 2 stages, which has 2000000 chunks: "
+            "use at least 2000000 layers, fewer stages, or a --pipeline-model-parallel-layout with "
+            "chunks that have no layer",
+        ),
+        (
+            "interleaved",
+            {VIRTUAL: 2, LAYERS_EACH: 2, "num_layers": 8},
+            f"{FLAG} 2 and --num-layers-per-virtual-pipeline-stage 2 both say which chunks there "
+            "are: give one of them",
+        ),
         (
             "zb-v",
             {"dataloader_save": "state"},
@@ -226,9 +241,46 @@ def test_a_layout_is_in_the_order_of_the_model(name: str, layout: str, message: 
     assert asked_of_megatron(name, **{LAYOUT: layout}) == message
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({VIRTUAL: 2}, f"and {FLAG} 2 both say which chunks there are: give one of them"),
+        (
+            {"decoder_last_pipeline_num_layers": 1},
+            "says which layers each chunk has: leave --decoder-last-pipeline-num-layers 1 out",
+        ),
+        (
+            {"account_for_loss_in_pipeline_split": True},
+            "says which layers each chunk has: leave --account-for-loss-in-pipeline-split out",
+        ),
+    ],
+)
+def test_nothing_is_ignored_beside_a_layout(flags: dict[str, Any], said: str) -> None:
+    layout = "Et|t|t|tL"
+    message = asked_of_megatron("zb-v", **{LAYOUT: layout}, **flags)
+    assert message == f"--pipeline-model-parallel-layout {layout} {said}"
+
+
+def test_multi_token_prediction_in_a_layout() -> None:
+    message = asked_of_megatron("zb-v", **{LAYOUT: "Et|t|t|tmL"})
+    assert message.startswith("--pipeline-model-parallel-layout Et|t|t|tmL: multi-token prediction")
+
+
 def test_a_layout_with_a_wrong_letter() -> None:
     message = asked_of_megatron("zb-v", **{LAYOUT: "Et|x|t|tL"})
     assert message.startswith("--pipeline-model-parallel-layout Et|x|t|tL: Invalid layer character")
+
+
+def test_one_chunk_a_stage_out_of_order_is_told_by_a_layout(tmp_path: Path) -> None:
+    """Megatron's own split would number the layers by rank."""
+    placement = Placement(((0,), (2,), (1,)))
+    file = saved(forwards_then_backwards(placement, MICROBATCHES), tmp_path)
+    three = {"num_layers": 6, "pipeline_model_parallel_size": 3, "world_size": 3}
+    args = set_for(file, **three)
+    assert args["zero_bubble_positions"] == [[1], [0], [2]]
+    assert args[LAYOUT] == "Ett|tt|ttL"
+    message = complaint(pipeline_schedule=file, decoder_first_pipeline_num_layers=1, **three)
+    assert "has the placement custom, of which --decoder-first-pipeline-num-layers 1" in message
 
 
 def test_a_file_of_any_placement(tmp_path: Path) -> None:

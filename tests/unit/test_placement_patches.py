@@ -76,3 +76,10 @@ def test_elsewhere_tied_weights_are_megatrons_business() -> None:
         "weights": [2.0, 0.5],
         "gradients": [2.0, 0.5],
     }
+
+
+def test_a_checkpoint_has_one_copy_and_both_get_a_tensor_of_their_own() -> None:
+    assert megatron("tensors_that_a_rank_holds_twice") == {
+        "written": {"begin": 0, "end": 1, "other": 0},
+        "read": {"begin": [2.0, 2.0], "end": [1.0, 1.0], "other": [1.0, 1.0]},
+    }

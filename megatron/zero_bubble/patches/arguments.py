@@ -57,9 +57,9 @@ def _ours_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Any, *rest: Any, **options: Any) -> Any:
         try:
             placement_of_run = validate(args)
+            placement.use(None if placement_of_run is None else arrange(placement_of_run))
         except ValueError as error:
             stop(error)
-        placement.use(None if placement_of_run is None else arrange(placement_of_run))
         return original(args, *rest, **options)
 
     return validate_args

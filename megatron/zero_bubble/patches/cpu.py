@@ -57,6 +57,8 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "use_precision_aware_optimizer": (False,),
     "optimizer_cpu_offload": (False,),
     "cuda_graph_impl": ("none", None),
+    "ckpt_fully_parallel_load": (False,),
+    "record_memory_history": (False,),
 }
 FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # not named as their arguments are
 

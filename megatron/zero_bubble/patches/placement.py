@@ -17,7 +17,13 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank
 
 from megatron.zero_bubble.arrangement import Arrangement
-from megatron.zero_bubble.patches.patching import Patch, apply
+from megatron.zero_bubble.errors import ConfigurationError
+from megatron.zero_bubble.patches.patching import (
+    TESTED_VERSIONS,
+    Patch,
+    apply,
+    installed_version,
+)
 
 __all__ = ["arrangement_of_run", "install", "use"]
 
@@ -27,8 +33,22 @@ _arrangements: list[Arrangement] = []
 _CORE = "megatron.core"
 
 
+_missing: list[str] = []
+"""What this Megatron lacks of what placements that it does not know need."""
+
+
 def use(arrangement: Arrangement | None) -> None:
-    """Build the model in this arrangement, or as Megatron does."""
+    """Build the model in this arrangement, or as Megatron does.
+
+    Raises:
+        ConfigurationError: an older Megatron cannot build it.
+    """
+    if arrangement is not None and not arrangement.is_megatrons and _missing:
+        raise ConfigurationError(
+            f"the schedule's placement, {arrangement.placement.name}, needs {_missing[0]}, which "
+            f"{installed_version()} does not have: install megatron-core {TESTED_VERSIONS[-1]}, or "
+            "choose a schedule with linear or interleaved placement"
+        )
     _arrangements[:] = [] if arrangement is None else [arrangement]
 
 
@@ -38,7 +58,10 @@ def arrangement_of_run() -> Arrangement | None:
 
 
 def install() -> None:
-    """Patch where Megatron places layers, and where it asks for the rank of the beginning."""
+    """Patch where Megatron places layers, and where it asks for the rank of the beginning.
+
+    A Megatron that lacks one of these places can run the placements it knows (see `use`).
+    """
     first = "the model may begin on another rank than the first"
     for module, attribute, reason, make in (
         (
@@ -76,7 +99,11 @@ def install() -> None:
             _sum_tied_gradients,
         ),
     ):
-        apply(Patch(module, attribute, reason, make))
+        patch = Patch(module, attribute, reason, make)
+        try:
+            apply(patch)
+        except ConfigurationError:
+            _missing.append(patch.name)
 
 
 def _moved() -> Arrangement | None:
