@@ -237,4 +237,11 @@ def main() -> None:
 
 # Saving a checkpoint starts a process that imports this file again.
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as end:  # how Megatron leaves at --exit-interval
+        if end.code:
+            raise
+    # Or threads of the backend may meet an interpreter that is going away, and abort the process.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
