@@ -159,8 +159,7 @@ def set_layers(args: Any, flag: str, placement: Placement) -> None:
 
 def _chosen_layout(args: Any, flag: str, arrangement: Arrangement) -> str | None:
     placement = arrangement.placement
-    layers, positions = _num_layers(args), placement.num_positions
-    ends = _ends_as_layers(args)
+    positions, ends = placement.num_positions, _ends_as_layers(args)
     # Megatron numbers layers by rank and chunk.
     own = arrangement.is_megatrons and arrangement.chunks_a_rank == 1
     for name, dashed in UNEVEN.items():
@@ -173,6 +172,7 @@ def _chosen_layout(args: Any, flag: str, arrangement: Arrangement) -> str | None
             f"{flag} has the placement {placement.name}, of which {dashed} {value} does not tell "
             f"which layers each chunk has: use {LAYOUT}, in the order of the model"
         )
+    layers = _num_layers(args)
     _check_enough_layers(args, flag, placement.num_stages, positions)
     if own and (layers + sum(ends.values())) % positions == 0:
         return None

@@ -192,6 +192,9 @@ def test_chunks_of_a_checkpoint_do_not_bind_a_run_that_takes_its_arguments() -> 
 def test_one_chunk_a_stage_leaves_megatrons_uneven_flags_to_it() -> None:
     args = set_for("zb-h1", num_layers=5, decoder_first_pipeline_num_layers=1)
     assert args.get(LAYOUT) is None
+    # A hybrid model's layers are counted by Megatron, later.
+    args = set_for("zb-h1", num_layers=None, hybrid_layer_pattern="M*M*|M*M*")
+    assert args.get(LAYOUT) is None
 
 
 @pytest.mark.parametrize(
