@@ -166,3 +166,22 @@ def tensors_that_a_rank_holds_twice() -> dict[str, Any]:
     tied_checkpoint._each_its_own(fill_in).__func__(state, loaded)
     state["begin"].add_(1)  # as Adam does to its moments
     return {"written": written, "read": {name: one.tolist() for name, one in state.items()}}
+
+
+def on_an_older_megatron() -> list[str]:
+    """What is said of a V, an interleaved and no placement where Megatron lacks a place to patch."""
+    from megatron.zero_bubble.errors import ConfigurationError
+
+    said = []
+    placement._missing.append("megatron.somewhere.something")
+    try:
+        for one in (arrange(v_shape(2)), arrange(interleaved(2, 2)), None):
+            try:
+                placement.use(one)
+                said.append("")
+            except ConfigurationError as error:
+                said.append(str(error))
+    finally:
+        placement._missing.clear()
+        placement.use(None)
+    return said

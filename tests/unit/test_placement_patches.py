@@ -83,3 +83,10 @@ def test_a_checkpoint_has_one_copy_and_both_get_a_tensor_of_their_own() -> None:
         "written": {"begin": 0, "end": 1, "other": 0},
         "read": {"begin": [2.0, 2.0], "end": [1.0, 1.0], "other": [1.0, 1.0]},
     }
+
+
+def test_an_older_megatron_runs_the_placements_it_knows_and_no_others() -> None:
+    refusal, *accepted = megatron("on_an_older_megatron")
+    assert accepted == ["", ""]
+    assert refusal.startswith("the schedule's placement, v, needs megatron.somewhere.something, ")
+    assert "install megatron-core 0.19.2, or choose a schedule with linear" in refusal
