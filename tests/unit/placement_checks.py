@@ -169,7 +169,7 @@ def tensors_that_a_rank_holds_twice() -> dict[str, Any]:
 
 
 def on_an_older_megatron() -> list[str]:
-    """What is said of a V, an interleaved and no placement where Megatron lacks a place to patch."""
+    """What is said of a V, an interleaved and no placement where Megatron lacks a place."""
     from megatron.zero_bubble.errors import ConfigurationError
 
     said = []
