@@ -130,3 +130,18 @@ def test_costs_of_another_placement_are_refused(name: str) -> None:
     for placement in (linear(4), interleaved(4, 3), v_shape(3)):
         with pytest.raises(ValueError, match="profile the placement that the schedule uses"):
             build(name, 4, 8, costs=Costs.uniform(placement, 1, 1, 1))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 6, 8])
+def test_behind_a_barrier_a_v_idles_half_as_long_as_zb_h1_and_zb_h2(stages: int) -> None:
+    """All stages starting and ending together, as before an optimizer's step that waits for all."""
+    microbatches = 3 * stages
+    idle = {}
+    for name in ("zb-h1", "zb-h2", "zb-v"):
+        schedule = build(name, stages, microbatches)
+        one = 1 / schedule.placement.num_chunks(0)  # T of a stage is 1
+        timeline = simulate(schedule, Costs.uniform(schedule.placement, one, one, one))
+        end = max(row[-1].end for row in timeline.spans)
+        idle[name] = end - 3 * microbatches
+    whole = stages - 1
+    assert idle == pytest.approx({"zb-h1": whole, "zb-h2": whole, "zb-v": whole / 2})
