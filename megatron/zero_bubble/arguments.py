@@ -107,7 +107,7 @@ def _named(name: str, stages: int, microbatches: int, chunks: int | None) -> Sch
 
 
 def refuse_yaml(args: Any) -> None:
-    """Megatron validates arguments from a YAML file by other code, which `validate` precedes not.
+    """Megatron validates what a YAML file says by other code, before which `validate` does not run.
 
     Raises:
         ConfigurationError: a schedule of ours together with such a file.
