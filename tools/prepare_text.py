@@ -96,10 +96,10 @@ def write_dataset(documents: Iterable[bytes], prefix: Path, overwrite: bool = Fa
     if first is None:
         raise ValueError("the inputs hold no text")
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    if existing:
-        # Megatron keeps shuffled indices under the data set's name, not under its contents.
-        shutil.rmtree(prefix.parent / "cache" / "GPTDataset_indices", ignore_errors=True)
-        index.unlink(missing_ok=True)
+    # Megatron keeps shuffled indices under the data set's name, whatever its contents: those of an
+    # earlier data set, be it replaced now or deleted by hand, would be taken for this one's.
+    shutil.rmtree(prefix / "cache" / "GPTDataset_indices", ignore_errors=True)
+    index.unlink(missing_ok=True)
     data.touch()  # fails here, and not after the slow import, when the place is not writable
 
     logging.disable(logging.WARNING)  # about GPUs and packages that no data set needs

@@ -83,7 +83,7 @@ def test_an_existing_data_set_is_kept_unless_told(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("megatron.core")
-    indices = tmp_path / "cache" / "GPTDataset_indices"
+    indices = tmp_path / "text" / "cache" / "GPTDataset_indices"  # where Megatron 0.19 has them
     indices.mkdir(parents=True)
     command = [str(source), "--output-prefix", str(tmp_path / "text")]
     (tmp_path / "text.bin").write_bytes(b"precious")
@@ -92,6 +92,12 @@ def test_an_existing_data_set_is_kept_unless_told(
     assert (tmp_path / "text.bin").read_bytes() == b"precious"
     assert main([*command, "--overwrite"]) == 0
     # What Megatron had computed for the old contents would be wrong for the new.
+    assert not indices.exists()
+    # So it would be where the old data set was deleted by hand.
+    indices.mkdir(parents=True)
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"text{suffix}").unlink()
+    assert main(command) == 0
     assert not indices.exists()
 
 
