@@ -15,6 +15,10 @@ its predicted gain. What is missing to the prediction is listed by cause, from t
 
     .venv/bin/python benchmarks/cpu_pipeline.py
     .venv/bin/python benchmarks/cpu_pipeline.py --schedules 1f1b,interleaved,zb-h2,zb-v
+    .venv/bin/python benchmarks/cpu_pipeline.py --post-validation off,on
+
+The last compares our schedules with themselves: without --optimizer-post-validation and with it, on
+2 and 4 stages (see post_validation.py). Bar: 60% of the predicted gain.
 """
 
 from __future__ import annotations
@@ -27,16 +31,16 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import post_validation
 from common import verdict
+from small_job import Report, measured_costs, megatron_flags
 from turns import jobs_in_turns
 
 from megatron.zero_bubble.local_job import JobFailed
 from zero_bubble.builders import BUILDERS, build
-from zero_bubble.costs import Costs, Table
+from zero_bubble.costs import Costs
 from zero_bubble.placement import Placement
-from zero_bubble.schedule import Kind
 from zero_bubble.simulate import Timeline, simulate
 
 STAGES, MICROBATCHES = 2, 4
@@ -47,9 +51,6 @@ WARM_UP = 1
 LEAST_1F1B, LEAST_SHARE = 0.97, 0.60
 START_SECONDS, SECONDS_AN_ITERATION = 300.0, 30.0
 """What a job may take to start, and an iteration on average."""
-
-type Report = dict[str, Any]
-"""What a rank says of an iteration, as pipeline_worker.py writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,36 +77,14 @@ class Measured:
         return statistics.median(one["seconds"] - one["passes"] for one in self.reports()) * 1e3
 
     def costs(self) -> Costs:
-        """Medians of the passes' times in ms, 0 for a kind that did not run; and a message's."""
-        held = self.placement.positions
-        times: dict[tuple[str, int, int], list[float]] = {}
-        for one in self.reports():
-            for kind, chunk, each in one.get("ms", ()):
-                times.setdefault((kind, one["stage"], chunk), []).extend(each)
-
-        def table(kind: Kind) -> Table:
-            return tuple(
-                tuple(
-                    statistics.median(times.get((kind, stage, chunk), [0.0]))
-                    for chunk in range(len(row))
-                )
-                for stage, row in enumerate(held)
-            )
-
-        unit = tuple((1.0,) * len(row) for row in held)
-        return Costs(
-            t_f=table(Kind.F),
-            t_b=table(Kind.B),
-            t_w=table(Kind.W),
-            t_bw=table(Kind.BW),
-            m_b=unit,
-            m_w=unit,
-            t_comm=self.message_ms,
-        )
+        """Of the passes and of a message."""
+        return measured_costs(self.placement, self.reports(), self.message_ms)
 
 
 def main() -> int:
     options = parse()
+    if options.post_validation:
+        return without_and_with_the_flag(options)
     asked: list[str] = options.schedules
     names = tuple(dict.fromkeys((MEGATRON, REFERENCE, *asked)))
     with tempfile.TemporaryDirectory() as scratch:
@@ -135,25 +114,68 @@ def main() -> int:
     return verdicts(asked, figures)
 
 
+def without_and_with_the_flag(options: argparse.Namespace) -> int:
+    found = []
+    for stages in options.stages:
+        for name in options.schedules:
+            try:
+                one = post_validation.compare(
+                    name,
+                    stages,
+                    repeats=options.repeats,
+                    hidden=options.hidden,
+                    pauses=options.pauses,
+                )
+            except JobFailed as error:
+                print(error, file=sys.stderr)
+                return 1
+            found.append(one)
+    if options.json:
+        options.json.write_text(json.dumps(post_validation.as_json(found), indent=1))
+    return post_validation.report(found, LEAST_SHARE)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=9, help="iterations of each schedule")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument(
         "--schedules",
-        default=",".join(SCHEDULES),
         metavar="NAME,...",
-        help=f"beside Megatron's own; known: {', '.join(BUILDERS)}; {REFERENCE} always runs, since "
-        "predictions need its times (default: %(default)s)",
+        help=f"known: {', '.join(BUILDERS)}. Beside Megatron's own; {REFERENCE} always runs then, "
+        f"since predictions need its times (default: {','.join(SCHEDULES)}; with "
+        f"--post-validation {','.join(post_validation.SCHEDULES)})",
     )
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    group = parser.add_argument_group("post-validation")
+    group.add_argument(
+        "--post-validation",
+        choices=["off,on"],
+        help="compare each schedule without and with --optimizer-post-validation",
+    )
+    group.add_argument(
+        "--stages",
+        default="2,4",
+        metavar="P,...",
+        help="numbers of stages to compare on (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pauses",
+        action="store_true",
+        help="sleep in place of computing, as where there are fewer cores than stages",
+    )
     options = parser.parse_args()
     if options.repeats < 7:
         parser.error(f"--repeats {options.repeats}: the medians need at least 7")
-    options.schedules = options.schedules.split(",")
+    default = post_validation.SCHEDULES if options.post_validation else SCHEDULES
+    options.schedules = options.schedules.split(",") if options.schedules else list(default)
     for name in options.schedules:
         if name not in BUILDERS:
             parser.error(f"--schedules {name}: no such schedule; known: {', '.join(BUILDERS)}")
+    try:
+        options.stages = [int(one) for one in options.stages.split(",")]
+    except ValueError:
+        parser.error(f"--stages {options.stages}: expected numbers with commas between, as 2,4")
     return options
 
 
@@ -174,7 +196,13 @@ def run(scratch: Path, names: Sequence[str], repeats: int, hidden: int) -> dict[
         for job, placement in placements.items()
     }
     flags = {
-        job: megatron_flags(ours(some[0]), (WARM_UP + repeats) * len(some), hidden)
+        job: megatron_flags(
+            ours(some[0]),
+            stages=STAGES,
+            microbatches=MICROBATCHES,
+            iterations=(WARM_UP + repeats) * len(some),
+            hidden=hidden,
+        )
         for job, some in its_names.items()
     }
     rounds: list[dict[str, list[Report]]] = []
@@ -201,17 +229,6 @@ def run(scratch: Path, names: Sequence[str], repeats: int, hidden: int) -> dict[
 def by_stage(reports: list[Report]) -> list[Report]:
     """Reports of the ranks, put in the order of their stages. Those of Megatron name no stage."""
     return sorted(reports, key=lambda one: one.get("stage", 0))
-
-
-def megatron_flags(schedule: str, iterations: int, hidden: int) -> list[str]:
-    """Megatron's command line."""
-    return f"""--pipeline-model-parallel-size {STAGES} --num-layers 8 --hidden-size {hidden}
-        --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256
-        --micro-batch-size 2 --global-batch-size {2 * MICROBATCHES} --train-iters {iterations}
-        --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
-        --split 100,0,0 --eval-interval 1000 --eval-iters 0 --log-interval 1000
-        --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights
-        --rerun-mode disabled --pipeline-schedule {schedule}""".split()
 
 
 def span(timeline: Timeline) -> float:

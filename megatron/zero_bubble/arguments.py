@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.chunk_arguments import chunks_asked_for, set_layers
 from megatron.zero_bubble.errors import ConfigurationError
+from megatron.zero_bubble.post_validation_arguments import (
+    add_post_validation_arguments,
+    check_post_validation,
+)
+from megatron.zero_bubble.rules import Rule
 from zero_bubble.builders import BUILDERS, build
 from zero_bubble.check import bit_identical_order, check
 from zero_bubble.export.json_io import load_schedule
@@ -58,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="cpu trains on the CPU over gloo; also by ZERO_BUBBLE_DEVICE=cpu in the environment. "
         "Default: cuda where a CUDA device exists, else cpu.",
     )
+    add_post_validation_arguments(parser)
     return parser
 
 
@@ -143,6 +148,7 @@ def validate(args: Any) -> Placement | None:
     args.pipeline_schedule = given or MEGATRON
     args.zero_bubble_positions = None
     if args.pipeline_schedule == MEGATRON:
+        check_post_validation(args, None)
         return None
     limit = getattr(args, "zero_bubble_wait_limit", None)
     if limit is not None and not 0 < limit <= LONGEST_WAIT:
@@ -159,8 +165,7 @@ def validate(args: Any) -> Placement | None:
         )
     for rule in _RULES:
         if rule.broken(args):
-            value = rule.value(args)
-            raise ConfigurationError(f"{flag} does not work with {rule.flag}{value}: {rule.remedy}")
+            raise ConfigurationError(rule.complaint(args, flag))
     schedule = schedule_for(args.pipeline_schedule, stages, _microbatches(args), _chunks(args))
     for ramp in ("rampup_batch_size", "step_batch_size_schedule"):
         sizes = getattr(args, ramp, None)
@@ -174,6 +179,7 @@ def validate(args: Any) -> Placement | None:
             f"{flag} splits the backward pass of Megatron's local layers, but "
             f"--transformer-impl is {args.transformer_impl}: add --transformer-impl local"
         )
+    check_post_validation(args, schedule.placement)
     set_layers(args, flag, schedule.placement)
     if (reasons := bit_identical_order(schedule)) and getattr(args, "rank", 0) == 0:
         logger.warning("%s is legal, but not bit-identical to 1F1B: %s", flag, reasons[0])
@@ -202,52 +208,30 @@ def _microbatches(args: Any) -> int:
     return max(1, batch // (micro * data_parallel))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """A Megatron feature that none of our schedules can run with."""
-
-    flag: str
-    attribute: str
-    remedy: str
-    allowed: tuple[Any, ...] = (None, False)
-    same_as: str | None = None
-    """Another argument, whose value is allowed too: Megatron's validation fills in some so."""
-
-    def broken(self, args: Any) -> bool:
-        allowed = self.allowed
-        if self.same_as is not None:
-            allowed = (*allowed, getattr(args, self.same_as))
-        return getattr(args, self.attribute, allowed[0]) not in allowed
-
-    def value(self, args: Any) -> str:
-        value = getattr(args, self.attribute)
-        return "" if value is True else f" {value}"
-
-
 _LEAVE_OUT = "leave it out"
 _RULES = (
-    _Rule("--microbatch-group-size-per-virtual-pipeline-stage",
+    Rule("--microbatch-group-size-per-virtual-pipeline-stage",
           "microbatch_group_size_per_vp_stage",
-          "the schedule has its own order of microbatches; leave it out",
-          same_as="pipeline_model_parallel_size"),
-    _Rule("--mtp-num-layers", "mtp_num_layers",
-          "multi-token prediction shares the output layer within a microbatch; leave it out"),
-    _Rule("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute",
-          "the output layer's weight gradient is deferred already; leave it out"),
-    _Rule("--delay-wgrad-compute", "delay_wgrad_compute",
-          "weight gradients are delayed already; leave it out"),
-    _Rule("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", _LEAVE_OUT),
-    _Rule("--cuda-graph-impl", "cuda_graph_impl",
-          "a captured graph has Megatron's order of passes; use --cuda-graph-impl none",
-          (None, "none")),
-    _Rule("--enable-cuda-graph", "enable_cuda_graph", _LEAVE_OUT),
-    _Rule("--use-megatron-fsdp", "use_megatron_fsdp", "use Megatron's DistributedDataParallel"),
-    _Rule("--use-torch-fsdp2", "use_torch_fsdp2", "use Megatron's DistributedDataParallel"),
-    _Rule("--tensor-parallel-num-weight-shards", "tensor_parallel_num_weight_shards",
-          _LEAVE_OUT, (None, 1), same_as="tensor_model_parallel_size"),
-    _Rule("--fine-grained-activation-offloading", "fine_grained_activation_offloading", _LEAVE_OUT),
-    _Rule("--cpu-offloading-num-layers", "cpu_offloading_num_layers", _LEAVE_OUT, (None, 0)),
-    _Rule("--moe-paged-stash", "moe_paged_stash", _LEAVE_OUT),
-    _Rule("--moe-expert-rank-capacity-factor", "moe_expert_rank_capacity_factor", _LEAVE_OUT),
-    _Rule("--hybrid-context-parallel", "hybrid_context_parallel", _LEAVE_OUT),
+         "the schedule has its own order of microbatches; leave it out",
+         same_as="pipeline_model_parallel_size"),
+    Rule("--mtp-num-layers", "mtp_num_layers",
+         "multi-token prediction shares the output layer within a microbatch; leave it out"),
+    Rule("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute",
+         "the output layer's weight gradient is deferred already; leave it out"),
+    Rule("--delay-wgrad-compute", "delay_wgrad_compute",
+         "weight gradients are delayed already; leave it out"),
+    Rule("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", _LEAVE_OUT),
+    Rule("--cuda-graph-impl", "cuda_graph_impl",
+         "a captured graph has Megatron's order of passes; use --cuda-graph-impl none",
+         (None, "none")),
+    Rule("--enable-cuda-graph", "enable_cuda_graph", _LEAVE_OUT),
+    Rule("--use-megatron-fsdp", "use_megatron_fsdp", "use Megatron's DistributedDataParallel"),
+    Rule("--use-torch-fsdp2", "use_torch_fsdp2", "use Megatron's DistributedDataParallel"),
+    Rule("--tensor-parallel-num-weight-shards", "tensor_parallel_num_weight_shards",
+         _LEAVE_OUT, (None, 1), same_as="tensor_model_parallel_size"),
+    Rule("--fine-grained-activation-offloading", "fine_grained_activation_offloading", _LEAVE_OUT),
+    Rule("--cpu-offloading-num-layers", "cpu_offloading_num_layers", _LEAVE_OUT, (None, 0)),
+    Rule("--moe-paged-stash", "moe_paged_stash", _LEAVE_OUT),
+    Rule("--moe-expert-rank-capacity-factor", "moe_expert_rank_capacity_factor", _LEAVE_OUT),
+    Rule("--hybrid-context-parallel", "hybrid_context_parallel", _LEAVE_OUT),
 )  # fmt: skip

@@ -92,10 +92,21 @@ def _install_patches() -> None:
         arguments,
         checkpoint,
         datasets,
+        optimizer,
         placement,
         schedule,
         tied_checkpoint,
+        training_loop,
     )
 
-    for part in (arguments, checkpoint, datasets, placement, schedule, tied_checkpoint):
+    for part in (
+        arguments,
+        checkpoint,
+        datasets,
+        optimizer,
+        placement,
+        schedule,
+        tied_checkpoint,
+        training_loop,
+    ):
         part.install()

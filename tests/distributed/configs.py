@@ -12,11 +12,15 @@ __all__ = [
     "PLACED",
     "PLACED_AXES",
     "SCHEDULES",
+    "VALIDATED_AXES",
     "Case",
     "Config",
+    "Spike",
+    "ValidatedCase",
     "cases",
     "covering",
     "placed_cases",
+    "validated_cases",
 ]
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -27,6 +31,20 @@ PLACED = ("zb-v", "v-half", "v-min", "interleaved", "zb-interleaved")
 NEVER_CLIPS = 1e6
 
 type Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spike:
+    """What happens to the gradient of one parameter, once it is complete, before the step.
+
+    The parameter has its name in the model, so that it is the same under every placement.
+    """
+
+    parameter: str
+    iteration: int
+    """Counted from 0."""
+    factor: float
+    """What all of the gradient is multiplied by; inf or NaN takes the place of its first value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +68,10 @@ class Config:
     layers: int = 4
     hidden: int = 32
     sequence: int = 32
+    text: str | None = None
+    """Megatron's ``--data-path``, of bytes as tools/prepare_text.py writes them, in place of mock
+    data."""
+    spikes: tuple[Spike, ...] = ()
     extra: tuple[str, ...] = ()
     """More Megatron flags, for both sides."""
 
@@ -100,7 +122,7 @@ class Config:
             "pipeline-model-parallel-size": self.pp,
             "tensor-model-parallel-size": self.tp,
             "tokenizer-type": "NullTokenizer",
-            "vocab-size": 127,
+            "vocab-size": 127 if self.text is None else 257,
             "split": "90,5,5",
             "seed": 1234,
             "num-workers": 0,
@@ -117,8 +139,10 @@ class Config:
             flags["global-batch-size"] = self.num_microbatches * self.dp
         else:
             flags["step-batch-size-schedule"] = self.batch_sizes
+        if self.text is not None:
+            flags["data-path"] = self.text
         switches = [
-            "mock-data",
+            *(["mock-data"] if self.text is None else []),
             "use-cpu-initialization",
             "no-gradient-accumulation-fusion",
             "no-persist-layer-norm",
@@ -143,6 +167,8 @@ class Config:
             "tied" if self.tied else "untied",
             f"dropout{self.dropout}" if self.dropout else "",
             "clip" if self.clips else "noclip",
+            "spikes" if self.spikes else "",
+            "text" if self.text else "",
         ]
         return "-".join(filter(None, parts))
 
@@ -156,6 +182,32 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.schedule}-{self.config}"
+
+
+@dataclass(frozen=True, slots=True)
+class ValidatedCase:
+    """A run with optimizer post-validation, to be compared with one that steps synchronously."""
+
+    schedule: str
+    rollback: str
+    config: Config
+
+    @classmethod
+    def of(
+        cls, schedule: str, rollback: str, ranks: str, precision: Precision, **fields: Any
+    ) -> ValidatedCase:
+        shape = _RANKS[ranks]
+        given = {
+            "iterations": 30,
+            "clip_grad": _CLIPS_A_THIRD[ranks],
+            # Two chunks a rank of a V need a layer each.
+            "layers": max(4, 2 * shape["pp"] if schedule == "zb-v" else 0),
+            "extra": LOSS_SCALE if precision == "fp16" else (),
+        }
+        return cls(schedule, rollback, Config(precision=precision, **(given | shape | fields)))
+
+    def __str__(self) -> str:
+        return f"{self.schedule}-{self.rollback}-{self.config}"
 
 
 # Dropout and precision are one axis: dropout is tried in fp32 only.
@@ -178,6 +230,21 @@ PLACED_AXES: Mapping[str, Sequence[Any]] = {
 
 # Beyond the pipeline: too few ranks on a small machine to cross with everything.
 _GRIDS = (Config(tp=2), Config(dp=2), Config(dp=2, precision="bf16", distributed_optimizer=True))
+
+
+VALIDATED_AXES: Mapping[str, Sequence[Any]] = {
+    "precision": ("fp32", "bf16", "fp16"),
+    "ranks": ("pp2", "pp4", "pp2-dp2"),
+    "schedule": ("zb-h1", "zb-h2", "zb-v"),
+    "distributed_optimizer": (False, True),
+    "rollback": ("deferred", "snapshot"),
+    "dropout": (0.0, 0.1),
+}
+_RANKS = {"pp2": {"pp": 2}, "pp4": {"pp": 4}, "pp2-dp2": {"pp": 2, "dp": 2}}
+# About a third of the toy model's 30 iterations have a norm above it.
+_CLIPS_A_THIRD = {"pp2": 1.4, "pp4": 1.45, "pp2-dp2": 1.2}
+# The scale overflows a few times in 30 iterations.
+LOSS_SCALE = ("--initial-loss-scale", str(2**18), "--loss-scale-window", "6", "--hysteresis", "1")
 
 
 def _case(schedule: str, numerics: str, **fields: Any) -> Case:
@@ -248,4 +315,19 @@ def placed_cases() -> list[tuple[Case, bool]]:
     names = list(PLACED_AXES)
     rows = (dict(zip(names, one, strict=True)) for one in itertools.product(*PLACED_AXES.values()))
     rest = [one for one in (case(**row) for row in rows) if one not in default]
+    return [(one, True) for one in default] + [(one, False) for one in rest]
+
+
+def validated_cases() -> list[tuple[ValidatedCase, bool]]:
+    """Comparisons for post-validation, default tier first; the product of VALIDATED_AXES.
+
+    Default (True) are the rows of their `covering`.
+    """
+    default = [ValidatedCase.of(**row) for row in covering(VALIDATED_AXES)]
+    names = list(VALIDATED_AXES)
+    products = itertools.product(*VALIDATED_AXES.values())
+    every = [ValidatedCase.of(**dict(zip(names, one, strict=True))) for one in products]
+    rest = [one for one in every if one not in default]
+    # Neighbours share a synchronous run.
+    rest.sort(key=lambda one: (str(one.config), one.schedule, one.rollback))
     return [(one, True) for one in default] + [(one, False) for one in rest]

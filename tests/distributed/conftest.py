@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.configs import Config
-from tests.distributed.harness import Result, Zygote
+from tests.distributed.harness import RUN_LIMIT_S, Result, Zygote
 
 
 @pytest.fixture(scope="session")
@@ -83,10 +83,33 @@ def train(zygote: Zygote, run_directory: Path) -> Callable[..., Result]:
     """``train(config, schedule, *flags)`` with the adaptor; each run has its own directory."""
     runs = 0
 
-    def run(config: Config, schedule: str, *flags: str) -> Result:
+    def run(config: Config, schedule: str, *flags: str, limit_s: float = RUN_LIMIT_S) -> Result:
         nonlocal runs
         runs += 1
-        directory = run_directory / f"{runs:03d}-{schedule}-{config}"
-        return zygote.train(config, directory, ("--pipeline-schedule", schedule, *flags))
+        directory = run_directory / f"{runs:03d}-{Path(schedule).name}-{config}"
+        return zygote.train(config, directory, ("--pipeline-schedule", schedule, *flags), limit_s)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def synchronous(train: Callable[..., Result]) -> Callable[[Config, str], Result]:
+    """Our schedule with Megatron's own step, and the norm that post-validation has; run once.
+
+    One that failed is not tried again: every test that needs it fails alike.
+    """
+    results: dict[tuple[Config, str], Result | Exception] = {}
+
+    def run(config: Config, schedule: str) -> Result:
+        key = config, schedule
+        if key not in results:
+            try:
+                results[key] = train(config, schedule, "--canonical-grad-norm")
+            except Exception as error:
+                results[key] = error
+        result = results[key]
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     return run

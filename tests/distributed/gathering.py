@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["TRAINED", "Piece", "assemble", "pieces"]
+__all__ = ["TRAINED", "Piece", "assemble", "named_parameters", "pieces"]
 
 TRAINED = ("main", "exp_avg", "exp_avg_sq", "step")
 """What a parameter has beside its own value, when Adam trains it."""
@@ -43,7 +43,7 @@ def pieces(model: list[Any], optimizer: Any) -> Iterator[Piece]:
     suffix = f"@tp{rank}" if several else ""
     names: dict[Any, str] = {}
     for chunk in model:
-        for name, parameter in _parameters(chunk):
+        for name, parameter in named_parameters(chunk):
             names[parameter] = name + suffix
             yield _piece(f"{names[parameter]}/value", parameter.shape, 0, parameter)
     for parameter, start, state, step in _trained(optimizer):
@@ -87,7 +87,7 @@ def _piece(name: str, shape: Iterable[int], start: int, values: Any) -> Piece:
     return Piece(name, tuple(shape), start, values.detach().reshape(-1).clone())
 
 
-def _parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
+def named_parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
     """(name in the model, parameter) of a chunk, without what wrappers put before the name."""
     modules = dict(chunk.named_modules())
     for name, parameter in chunk.named_parameters():

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -50,14 +50,21 @@ class Result:
     seconds: float
     ranks: list[dict[str, Any]]
 
+    @property
+    def logs(self) -> list[str]:
+        """What each rank printed."""
+        files = (self.directory / f"rank{rank}.log" for rank in range(self.config.world_size))
+        return [file.read_text(errors="replace") for file in files]
+
     def iterations(self, name: str) -> list[Any]:
         """A value of each iteration (``"loss/lm loss"``, ``"grad_norm"``, ...), last rank's."""
         return [one[name] for one in self.ranks[-1]["iterations"]]
 
     def continued(self, by: Result) -> Result:
         """The run that this one and its resumption make together."""
+        parts = ("iterations", "evaluations", "finite", "steps")
         ranks = [
-            later | {part: earlier[part] + later[part] for part in ("iterations", "evaluations")}
+            later | {part: earlier[part] + later[part] for part in parts}
             for earlier, later in zip(self.ranks, by.ranks, strict=True)
         ]
         return Result(self.config, by.directory, self.seconds + by.seconds, ranks)
@@ -108,18 +115,7 @@ class Zygote:
         Raises:
             TrainingFailed: a rank failed, or they did not all finish within ``limit_s`` seconds.
         """
-        directory.mkdir(parents=True, exist_ok=True)
-        argv = [*config.flags(), "--data-cache-path", str(directory / "cache"), *extra]
-        (directory / "command.txt").write_text(" ".join(argv) + "\n")
-        request = {
-            "argv": argv,
-            "world_size": config.world_size,
-            "directory": str(directory),
-            "timeout_s": limit_s,
-        }
-        assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer = self._answer(limit_s + 30)
+        answer = self._run(config, directory, extra, limit_s)
         failure = answer["failure"]
         if failure is not None:
             log = directory / f"rank{failure['rank']}.log"
@@ -127,14 +123,48 @@ class Zygote:
                 f"{self.kind}: rank {failure['rank']} of {config}: {failure['reason']}\n"
                 f"{' '.join(extra)}\n{_tail(log)}\n(all of it: {log})"
             )
-        import torch  # here, so that collecting the tests stays quick
-
-        paths = [directory / f"rank{rank}.pt" for rank in range(config.world_size)]
-        # The records are our own, and hold more than tensors.
-        ranks = [torch.load(path, weights_only=False) for path in paths]
+        ranks = _records(config, directory, "rank{}.pt")
         if any(rank["adaptor"] != (self.kind == "ours") for rank in ranks):
             raise TrainingFailed(f"{self.kind}: the adaptor must be there in ours, and only there")
         return Result(config, directory, answer["seconds"], ranks)
+
+    def fail(
+        self,
+        config: Config,
+        directory: Path,
+        extra: Sequence[str] = (),
+        limit_s: float = RUN_LIMIT_S,
+    ) -> Result:
+        """What was recorded up to the exception that ends every rank.
+
+        Raises:
+            TrainingFailed: a rank did not end with an exception.
+        """
+        answer = self._run(config, directory, extra, limit_s)
+        for rank in range(config.world_size):
+            if not (directory / f"rank{rank}.failed.pt").exists():
+                log = directory / f"rank{rank}.log"
+                raise TrainingFailed(
+                    f"{self.kind}: rank {rank} of {config} did not fail by itself, but was to "
+                    f"({answer['failure']})\n{_tail(log)}\n(all of it: {log})"
+                )
+        ranks = _records(config, directory, "rank{}.failed.pt")
+        return Result(config, directory, answer["seconds"], ranks)
+
+    def _run(self, config: Config, directory: Path, extra: Sequence[str], limit_s: float) -> Any:
+        directory.mkdir(parents=True, exist_ok=True)
+        argv = [*config.flags(), "--data-cache-path", str(directory / "cache"), *extra]
+        (directory / "command.txt").write_text(" ".join(argv) + "\n")
+        request = {
+            "argv": argv,
+            "spikes": [asdict(one) for one in config.spikes],
+            "world_size": config.world_size,
+            "directory": str(directory),
+            "timeout_s": limit_s,
+        }
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._answer(limit_s + 30)
 
     def close(self) -> None:
         """End the process; ranks still running end with it."""
@@ -282,6 +312,14 @@ def _unequal(
             worst = (a.double() - b.double()).abs().max().item()
             count = int((a != b).sum())
             yield f"{name} differs in {count} of {a.numel()} values, by at most {worst:.3g}"
+
+
+def _records(config: Config, directory: Path, name: str) -> list[dict[str, Any]]:
+    import torch  # here, so that collecting the tests stays quick
+
+    paths = [directory / name.format(rank) for rank in range(config.world_size)]
+    # The records are our own, and hold more than tensors.
+    return [torch.load(path, weights_only=False) for path in paths]
 
 
 def _tail(log: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.gathering import pieces
-from tests.distributed.watch import ADAPTOR, RuntimeWatch
+from tests.distributed.watch import ADAPTOR, RuntimeWatch, StepWatch
 
 __all__ = ["Recorder"]
 
@@ -22,16 +22,21 @@ class Recorder:
         evaluations  [{name: tensor}]             losses (last stage)
         state        {name: tensor}               parameters and optimizer state at the end
         pieces       [gathering.Piece]            the same, under names that hold on any rank
+        finite       [bool]                       whether all of the state was, after each iteration
         adaptor      bool                         whether it was imported
         runtime      [{name: anything}]           see `watch.RuntimeWatch`
+        steps        [{name: anything}]           see `watch.StepWatch`
+        counts       {name: int}                  steps by outcome, with post-validation
     """
 
     def __init__(self) -> None:
         self.iterations: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
+        self.finite: list[bool] = []
         self._model: list[Any] = []
         self._optimizer: Any = None
         self._watch = RuntimeWatch()
+        self._steps = StepWatch()
 
     def install(self) -> None:
         """Wrap the two functions where the loop looks them up, outside any other patch."""
@@ -43,9 +48,11 @@ class Recorder:
             forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
         ) -> Any:
             self._watch.attach(model)
+            self._steps.attach()
             result = train_step(forward_step, data, model, optimizer, *args, **kwargs)
             losses, skipped, _checkpoint, _exit, _code, grad_norm, *_ = result
             self._model, self._optimizer = model, optimizer
+            self.finite.append(all(map(_is_finite, self._state().values())))
             self.iterations.append(
                 {f"loss/{name}": value for name, value in _copied(losses)}
                 | {
@@ -68,17 +75,26 @@ class Recorder:
         """Write the record; complete or not at all, so that a file means the rank finished."""
         import torch
 
-        state = dict(_parameters(self._model)) | dict(_optimizer_state(self._optimizer))
         record = {
             "iterations": self.iterations,
             "evaluations": self.evaluations,
-            "state": state,
+            "state": self._state(),
             "pieces": list(pieces(self._model, self._optimizer)),
+            "finite": self.finite,
             "runtime": self._watch.batches,
+            "steps": self._steps.steps,
+            "counts": self._steps.counts,
             "adaptor": ADAPTOR in sys.modules,
         }
         torch.save(record, path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
+
+    def _state(self) -> dict[str, Any]:
+        return dict(_parameters(self._model)) | dict(_optimizer_state(self._optimizer))
+
+
+def _is_finite(value: Any) -> bool:
+    return bool(value.isfinite().all()) if hasattr(value, "isfinite") else True
 
 
 def _copied(losses: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ import re
 import sys
 from typing import Any
 
-__all__ = ["ADAPTOR", "RuntimeWatch"]
+__all__ = ["ADAPTOR", "RuntimeWatch", "StepWatch"]
 
 ADAPTOR = "megatron.zero_bubble.adaptor"
 LINEAR = re.compile(r"(linear_(qkv|proj|fc1|fc2)|output_layer)\.weight$")
@@ -89,3 +89,46 @@ class RuntimeWatch:
                     "moved_in": moved_in,
                 }
             )
+
+
+class StepWatch:
+    """Listens to the optimizer's steps with post-validation; `steps` has one entry an iteration.
+
+    ::
+
+        stage               this rank's
+        verdict             "step", "clip", "skip", ...
+        optimistic          whether this stage stepped before it knew the result
+        synchronous         whether the step was Megatron's own
+        events              [what was done], in order
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self._validation: Any = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {} if self._validation is None else dict(self._validation.counts)
+
+    def attach(self) -> None:
+        """Start to listen as soon as there is post-validation; never in a reference run."""
+        if self._validation is not None or ADAPTOR not in sys.modules:
+            return
+        from megatron.zero_bubble.patches.optimizer import current_post_validation
+
+        self._validation = current_post_validation()
+        if self._validation is not None:
+            self._validation.listeners.append(self._step)
+
+    def _step(self, record: Any) -> None:
+        events = [what for what, _begin, _end in record.events]
+        self.steps.append(
+            {
+                "stage": record.stage,
+                "verdict": str(record.verdict),
+                "optimistic": record.optimistic,
+                "synchronous": "synchronous step" in events,
+                "events": events,
+            }
+        )

@@ -76,6 +76,7 @@ def _compile_builders() -> None:
 _IMPORTED_LATE = (
     "megatron.core.tokenizers.text.libraries",
     "megatron.training.checkpointing",
+    "tests.distributed.injection",
     "tests.distributed.recorder",
     "torch._dynamo",
     "torch.onnx",
@@ -94,7 +95,7 @@ def _is_ours(module: str) -> bool:
 def _run(pretrain_gpt: types.ModuleType, request: dict[str, Any]) -> dict[str, Any]:
     """Fork the ranks, wait for them until the limit, leave none behind."""
     started = time.monotonic()
-    world_size, directory = request["world_size"], Path(request["directory"])
+    world_size = request["world_size"]
     environment = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -110,7 +111,7 @@ def _run(pretrain_gpt: types.ModuleType, request: dict[str, Any]) -> dict[str, A
         if pid == 0:
             os.setpgid(0, group)
             os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            _be_rank(pretrain_gpt, request["argv"], directory, rank)
+            _be_rank(pretrain_gpt, request, rank)
         with contextlib.suppress(OSError):
             os.setpgid(pid, group)
         ranks[pid] = rank
@@ -143,24 +144,30 @@ def _run(pretrain_gpt: types.ModuleType, request: dict[str, Any]) -> dict[str, A
     return {"failure": failure, "seconds": round(time.monotonic() - started, 2)}
 
 
-def _be_rank(pretrain_gpt: types.ModuleType, argv: list[str], directory: Path, rank: int) -> None:
+def _be_rank(pretrain_gpt: types.ModuleType, request: dict[str, Any], rank: int) -> None:
     """The whole life of a rank, in the forked process; does not return."""
     code = 1
+    directory = Path(request["directory"])
     try:
         _die_with_parent()
         _redirect(directory / f"rank{rank}.log")
         faulthandler.register(signal.SIGUSR1)
-        sys.argv = ["pretrain_gpt.py", *argv]
+        sys.argv = ["pretrain_gpt.py", *request["argv"]]
+        from tests.distributed import injection
         from tests.distributed.recorder import Recorder
 
         recorder = Recorder()
         recorder.install()
+        injection.install(request["spikes"])
         try:
             pretrain_gpt.main()
             code = 0
         except SystemExit as end:
             # Megatron leaves this way at --exit-interval.
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except Exception:
+            recorder.save(directory / f"rank{rank}.failed.pt")
+            raise
         if code == 0:
             recorder.save(directory / f"rank{rank}.pt")
     except BaseException:

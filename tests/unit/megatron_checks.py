@@ -5,11 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import io
 import os
 import sys
+from collections.abc import Callable
 from logging.handlers import BufferingHandler
 from typing import Any
+
+POST_VALIDATION_UNSET: dict[str, Any] = {
+    "optimizer_post_validation": False,
+    "canonical_grad_norm": False,
+    "rollback": None,
+    "rollback_snapshot_on_host": False,
+    "post_validation_window": None,
+    "post_validation_threshold": None,
+}
 
 
 def flags_of_megatron(wanted: list[str]) -> dict[str, tuple[str, Any]]:
@@ -85,13 +96,13 @@ FLAGS = {
 }
 
 
-def _parsed(arguments: list[str]) -> dict[str, Any]:
+def _parsed(arguments: list[str], parse: Callable[[], Any] | None = None) -> dict[str, Any]:
     from megatron.training import arguments as megatron_arguments
 
     words = [str(word) for pair in FLAGS.items() for word in pair]
     before, sys.argv = sys.argv, ["pretrain_gpt.py", *words, *arguments]
     try:
-        return dict(vars(megatron_arguments.parse_args()))
+        return dict(vars((parse or megatron_arguments.parse_args)()))
     finally:
         sys.argv = before
 
@@ -123,6 +134,7 @@ def adaptor_without_flags() -> None:
         "enable_zero_bubble": False,
         "zero_bubble_wait_limit": None,
         "zero_bubble_device": None,
+        **POST_VALIDATION_UNSET,
     }
     # CPU mode's own settings are the only others.
     expected = argparse.Namespace(**plain)
@@ -157,6 +169,38 @@ def adaptor_with_a_schedule() -> None:
     session = current_session()
     assert session is not None
     assert functions == [session.forward_backward] * 2
+
+
+def rerun_modes() -> dict[str, tuple[str, list[str]]]:
+    """Flags to (rerun mode after parsing, what was said of it), by our parser."""
+    from megatron.training.arguments import parse_args
+
+    from megatron.zero_bubble import post_validation_arguments
+    from megatron.zero_bubble.patches import arguments
+
+    ours = arguments._with_ours(inspect.unwrap(parse_args))  # the adaptor may be there already
+    found = {}
+    before = os.environ["RANK"]
+    os.environ["RANK"] = "0"  # the one that speaks
+    try:
+        for flags in (
+            "",
+            "--canonical-grad-norm",
+            "--rerun-mode report_stats",
+            "--optimizer-post-validation",
+            "--optimizer-post-validation --rerun-mode disabled",
+            "--optimizer-post-validation --rerun-mode validate_results",
+        ):
+            handler = BufferingHandler(capacity=100)
+            post_validation_arguments.logger.addHandler(handler)
+            try:
+                mode = _parsed(flags.split(), ours)["rerun_mode"]
+            finally:
+                post_validation_arguments.logger.removeHandler(handler)
+            found[flags] = mode, [record.getMessage() for record in handler.buffer]
+    finally:
+        os.environ["RANK"] = before
+    return found
 
 
 def a_wrong_combination_ends_the_process() -> tuple[Any, str]:

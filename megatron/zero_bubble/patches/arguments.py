@@ -15,6 +15,7 @@ from megatron.zero_bubble.arrangement import arrange
 from megatron.zero_bubble.launch import stop
 from megatron.zero_bubble.patches import cpu, placement
 from megatron.zero_bubble.patches.patching import Patch, apply
+from megatron.zero_bubble.post_validation_arguments import settle_rerun_mode
 
 __all__ = ["install"]
 
@@ -36,11 +37,17 @@ def install() -> None:
 def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
+        rerun_mode = None
+
         def provider(parser: Any) -> Any:
+            nonlocal rerun_mode
             parser = add_arguments(parser)
+            if (rerun_mode := parser.get_default("rerun_mode")) is not None:
+                parser.set_defaults(rerun_mode=None)  # else given and default look alike
             return extra_args_provider(parser) if extra_args_provider is not None else parser
 
         args = original(provider, ignore_unknown_args)
+        settle_rerun_mode(args, rerun_mode)
         try:
             cpu.apply_argument_defaults(args)
             refuse_yaml(args)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from megatron.zero_bubble.arguments import schedule_for
+from megatron.zero_bubble.patches.optimizer import validate_steps_of
 from megatron.zero_bubble.patches.patching import Patch, apply
 from megatron.zero_bubble.patches.placement import arrangement_of_run
 from megatron.zero_bubble.runtime.session import Session
@@ -45,13 +46,14 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
             args = get_args()
             limit = args.zero_bubble_wait_limit or 60.0 * args.distributed_timeout_minutes
             chunks = arrangement.chunks_a_rank
-            _sessions.append(
-                Session(
-                    partial(schedule_for, args.pipeline_schedule, chunks=chunks),
-                    arrangement,
-                    wait_limit=limit,
-                )
+            session = Session(
+                partial(schedule_for, args.pipeline_schedule, chunks=chunks),
+                arrangement,
+                wait_limit=limit,
             )
+            _sessions.append(session)
+            if args.optimizer_post_validation:
+                validate_steps_of(session, args, limit)
         return _sessions[0].forward_backward
 
     return get_forward_backward_func

@@ -81,7 +81,10 @@ class MegatronCompute:
         self._no_sync: list[AbstractContextManager[Any] | None] = [None] * len(models)
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self._device)
-        for number in range(len(models)):
+
+    def open(self) -> None:
+        """Before the first backward pass, and after the gradients are zeroed: hold reductions."""
+        for number in range(len(self._models)):
             self._hold_sync(number)
 
     def forward(

@@ -83,7 +83,12 @@ class Interpreter:
     _waited_ns: int = 0
 
     def run(self, instructions: Sequence[Instruction]) -> None:
-        """Execute in order. PipelineError says on which pass and channel a wait failed."""
+        """Execute all of a batch."""
+        self.execute(instructions)
+        self.finish()
+
+    def execute(self, instructions: Sequence[Instruction]) -> None:
+        """Execute a part of a batch. PipelineError says on which pass and channel a wait failed."""
         for instruction in instructions:
             if self.observer is not None:
                 self.observer.before(instruction)
@@ -102,6 +107,9 @@ class Interpreter:
             self.log.append(Event(instruction, begin, end, self._waited_ns))
             if self.observer is not None:
                 self.observer.after(instruction)
+
+    def finish(self) -> None:
+        """Wait until all messages have left."""
         try:
             self.transport.drain()
         except PipelineError as error:

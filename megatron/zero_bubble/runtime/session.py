@@ -15,9 +15,11 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.arrangement import Arrangement
 from megatron.zero_bubble.errors import ConfigurationError
+from megatron.zero_bubble.runtime.batch import Batch, BatchRequest
 from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
 from megatron.zero_bubble.runtime.interpreter import Compute, Event, Interpreter, Observer
 from megatron.zero_bubble.runtime.layers import split_linears
+from megatron.zero_bubble.runtime.run_ahead import RunAhead
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
 from zero_bubble.builders import forwards
@@ -66,7 +68,7 @@ class Session:
         self._arrangement = arrangement
         self._programs: dict[tuple[int, bool], Program] = {}
         self.transport: Transport | None = None
-        self._split: set[int] = set()
+        self._prepared: set[int] = set()
         self.store = WeightGradStore()
         self.listeners: list[Callable[[BatchRecord], None]] = []
         """Called after every batch."""
@@ -74,9 +76,15 @@ class Session:
         """Told of every instruction."""
         self.instrument: Callable[[MegatronCompute], Compute] = lambda compute: compute
         """What runs in the place of a batch's computations, such as one that measures them."""
+        self.preparations: list[Callable[[Sequence[torch.nn.Module]], None]] = []
+        """Called with the model chunks before their first training batch."""
+        self.ahead = RunAhead()
+        """The beginning of the next batch, if it has run already."""
+        self._last_request: BatchRequest | None = None
 
     def reschedule(self, build_schedule: BuildSchedule) -> None:
         """Run other schedules of the same placement from the next batch on, on all ranks alike."""
+        self.ahead.discard()
         self._build_schedule = build_schedule
         self._programs.clear()
 
@@ -128,52 +136,69 @@ class Session:
                 "--pipeline-schedule runs models whose stages all exchange tensors of one shape; "
                 "distillation and multi-module pipelines need --pipeline-schedule megatron"
             )
-        models = model if isinstance(model, list) else [model]
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        request = BatchRequest(
+            tuple(model) if isinstance(model, list) else (model,),
+            tuple(data_iterator) if isinstance(data_iterator, list) else (data_iterator,),
+            seq_length,
+            micro_batch_size,
+            decoder_seq_length,
+            pg_collection,
+            BatchOptions(
+                forward_step_func,
+                num_microbatches,
+                forward_only,
+                collect_non_loss_data,
+                first_val_step,
+                force_all_reduce,
+            ),
+        )
+        batch = self.ahead.take(request) or self._begin(request)
+        if not forward_only:
+            self._last_request = request
+        return self._complete(batch)
+
+    def begin_next(self) -> None:
+        """Begin a batch like the last one, to be run ahead (see `RunAhead`)."""
+        if self._last_request is None:
+            raise RuntimeError("there is no batch yet that the next one could be like")
+        self.ahead.begin(self._begin(self._last_request))
+
+    def _begin(self, request: BatchRequest) -> Batch:
+        """Everything that a batch needs, of which nothing has run."""
+        models, options = request.models, request.options
         config = get_model_config(models[0])
         if config.variable_seq_lengths:
             raise ConfigurationError(
                 "the model's config has variable_seq_lengths, but stages exchange tensors of one "
                 "shape: use --pipeline-schedule megatron"
             )
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        arrangement = self._arrangement
+        groups = request.groups or ProcessGroupCollection.use_mpu_process_groups()
+        arrangement, training = self._arrangement, not options.forward_only
         placement, stage = arrangement.placement, arrangement.stage_of(groups.pp.rank())
-        program = self.program(num_microbatches, groups.pp.size(), forward_only=forward_only)
+        program = self.program(
+            options.num_microbatches, groups.pp.size(), forward_only=options.forward_only
+        )
         if len(models) != arrangement.chunks_a_rank:
             raise ConfigurationError(
                 f"the schedule {program.name} has {arrangement.chunks_a_rank} chunks on a stage, "
                 f"the model has {len(models)}"
             )
         instructions = program.instructions[stage]
-        options = BatchOptions(
-            forward_step_func,
-            num_microbatches,
-            forward_only,
-            collect_non_loss_data,
-            first_val_step,
-            force_all_reduce,
-        )
         last_stage, last_chunk = placement.owner(placement.num_positions - 1)
-        self.store.begin_iteration()
-        if not forward_only:
-            self._split_once(models, instructions, stage)
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(
-                barrier=config.barrier_with_L1_time
-            )
+        if training:
+            self._prepare_once(models, instructions, stage)
         # Not that of a parameter: a stage of an uneven layout may have none.
         device = torch.empty(0, device="cuda").device
         compute = MegatronCompute(
             models=models,
             virtual=arrangement.virtual[stage],
-            data_iterators=iterators,
+            data_iterators=self.ahead.replayable(request.iterators),
             config=config,
             groups=groups,
             message_shape=schedules.get_tensor_shapes(
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
+                seq_length=request.seq_length,
+                micro_batch_size=request.micro_batch_size,
+                decoder_seq_length=request.decoder_seq_length,
                 config=config,
                 tp_group=groups.tp,
                 cp_group=groups.cp,
@@ -190,32 +215,73 @@ class Session:
             self.instrument(compute),
             self._connected(program, groups.pp, device),
             split_chunks=compute.split_chunks,
-            keep_for_backward=not forward_only,
+            keep_for_backward=training,
             observer=self.observer,
         )
+        return Batch(request, program, stage, compute, interpreter, instructions)
+
+    def _complete(self, batch: Batch) -> list[Any]:
+        """Run what is left of a batch."""
+        request, compute = batch.request, batch.compute
+        config = get_model_config(request.models[0])
+        self.store.begin_iteration()
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(
+                barrier=config.barrier_with_L1_time
+            )
         try:
-            interpreter.run(instructions)
+            compute.open()
+            batch.interpreter.execute(batch.left)
+            batch.interpreter.finish()
         finally:
             compute.close()
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if self.listeners:
             record = BatchRecord(
-                program, stage, forward_only, tuple(interpreter.log), self.store.peak
+                batch.program,
+                batch.stage,
+                request.options.forward_only,
+                tuple(batch.interpreter.log),
+                self.store.peak,
             )
             for listener in self.listeners:
                 listener(record)
         return compute.losses
 
-    def _split_once(
-        self, models: list[torch.nn.Module], instructions: Sequence[Instruction], stage: int
+    def pipeline(self) -> tuple[int, tuple[int, ...]]:
+        """This stage, and the global rank of every stage of this pipeline."""
+        group = self._groups().pp
+        return (
+            self._arrangement.stage_of(group.rank()),
+            self._arrangement.by_stage(dist.get_process_group_ranks(group)),
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model that trains is a mixture of experts."""
+        request = self._last_request
+        config = None if request is None else get_model_config(request.models[0])
+        return getattr(config, "num_moe_experts", None) is not None
+
+    def _groups(self) -> ProcessGroupCollection:
+        given = None if self._last_request is None else self._last_request.groups
+        return given or ProcessGroupCollection.use_mpu_process_groups()
+
+    def _prepare_once(
+        self, models: Sequence[torch.nn.Module], instructions: Sequence[Instruction], stage: int
     ) -> None:
-        new = [one for one in models if id(one) not in self._split]
-        splits = any(isinstance(one, Run) and one.what.kind is Kind.W for one in instructions)
-        if not splits or not new:
+        new = [one for one in models if id(one) not in self._prepared]
+        if not new:
             return
-        report = split_linears(new, self.store)
-        self._split.update(map(id, new))
+        self._prepared.update(map(id, new))
+        for prepare in self.preparations:
+            prepare(new)
+        if any(isinstance(one, Run) and one.what.kind is Kind.W for one in instructions):
+            self._split(new, stage)
+
+    def _split(self, models: list[torch.nn.Module], stage: int) -> None:
+        report = split_linears(models, self.store)
         if report.whole and not report.split:
             raise ConfigurationError(
                 "the schedule splits B and W, but no layer of the model can be split (found "

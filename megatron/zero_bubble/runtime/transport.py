@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,13 +27,14 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Receipt:
     """A posted receive: the buffer is good after `Transport.wait`."""
 
     channel: Channel
     buffer: torch.Tensor
     work: Work
+    waited: bool = False
 
 
 class Transport:
@@ -53,6 +54,7 @@ class Transport:
         backend: ``nccl`` or ``gloo``.
         device: where messages live.
         wait_limit: seconds that a wait may take. On NCCL it is enforced by torch's watchdog.
+        purpose: tells the groups of two transports apart in torch's messages.
     """
 
     def __init__(
@@ -64,13 +66,16 @@ class Transport:
         backend: str,
         device: torch.device,
         wait_limit: float,
+        purpose: str = "zero-bubble",
     ) -> None:
         self._stage, self._ranks, self._device = stage, tuple(ranks), device
-        self._wait_limit = wait_limit
+        self._wait_limit, self._purpose = wait_limit, purpose
         # Waiting on NCCL only orders streams, and must not stop the host.
         self._host_waits = backend != "nccl"
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._sent: dict[Channel, deque[tuple[Work, torch.Tensor]]] = defaultdict(deque)
+        self._tentative: dict[Channel, list[Receipt]] | None = None
+        self._unwanted: list[Receipt] = []
         self._connect(tuple(channels), backend)
 
     def _connect(self, channels: Sequence[Channel], backend: str) -> None:
@@ -88,7 +93,7 @@ class Transport:
                     [ranks[channel.source], ranks[channel.target]],
                     timeout=timedelta(seconds=timeout),
                     backend=backend,
-                    group_desc=f"zero-bubble {channel}",
+                    group_desc=f"{self._purpose} {channel}",
                 )
                 if ranks == self._ranks and self._stage in (channel.source, channel.target):
                     self._groups[channel] = group
@@ -107,12 +112,45 @@ class Transport:
         with self._blaming(channel):
             work = dist.irecv(buffer, source, group=self._groups[channel])
         assert work is not None  # None only for ranks outside the group
-        return Receipt(channel, buffer, work)
+        receipt = Receipt(channel, buffer, work)
+        if self._tentative is not None:
+            self._tentative.setdefault(channel, []).append(receipt)
+        return receipt
 
     def wait(self, receipt: Receipt) -> torch.Tensor:
         """The received message; PipelineError if the peer is gone or the limit passes."""
-        self._await(receipt.work, receipt.channel)
+        if not receipt.waited:
+            self._await(receipt.work, receipt.channel)
+            receipt.waited = True
         return receipt.buffer
+
+    def begin_tentative(self) -> None:
+        """What is received from now on may have to be thrown away."""
+        self._tentative = {}
+
+    def keep_tentative(self) -> None:
+        """What was received since `begin_tentative` counts."""
+        self._tentative = None
+
+    def discard_tentative(
+        self, sent: Mapping[Channel, int], buffer: Callable[[Channel], torch.Tensor]
+    ) -> None:
+        """Throw away all that was sent to this stage since `begin_tentative`.
+
+        A channel delivers in order, so that what nobody reads must be received all the same. That
+        need not have happened when this returns: `drain` waits for it.
+
+        Args:
+            sent: how many messages were sent to this stage on each channel; no more of them
+                have been asked for.
+            buffer: an empty tensor for a message of a channel.
+        """
+        posted, self._tentative = self._tentative or {}, None
+        for channel in sorted(sent):
+            receipts = posted.get(channel, [])
+            missing = sent[channel] - len(receipts)
+            receipts = receipts + [self.receive(channel, buffer(channel)) for _ in range(missing)]
+            self._unwanted += [one for one in receipts if not one.waited]
 
     def send(self, channel: Channel, message: torch.Tensor) -> None:
         """Start sending; the message is kept until it has left.
@@ -128,7 +166,9 @@ class Transport:
         self._sent[channel].append((work, message))
 
     def drain(self) -> None:
-        """Wait until all messages have left."""
+        """Wait until all messages have left, and those to be thrown away have come."""
+        while self._unwanted:
+            self.wait(self._unwanted.pop(0))
         for channel, sent in self._sent.items():
             while sent:
                 work, _ = sent.popleft()

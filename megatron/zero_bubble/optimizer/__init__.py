@@ -1,0 +1,1 @@
+"""The optimizer step that goes ahead of its validation, and the ways to undo it."""

@@ -1,0 +1,131 @@
+"""The messages of post-validation: rows of statistics down the pipeline, all of them back up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.transport import Receipt, Transport
+from zero_bubble.program import Channel, Flow
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """Rows of all ranks, on one rank of a pipeline.
+
+    A row is gathered over the ranks of its stage first. So each message has the rows of whole
+    stages, and every rank of a stage knows the same. The messages go by gloo: they are read by the
+    host, which has to decide by them.
+
+    All ranks of the job make theirs together.
+
+    Args:
+        stage: this stage, counted as the schedule counts.
+        ranks: global rank of every stage of this pipeline.
+        width: numbers in a row.
+        device: where rows are gathered, that of the default backend.
+        wait_limit: seconds that a wait may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        ranks: Sequence[int],
+        width: int,
+        device: torch.device,
+        wait_limit: float,
+    ) -> None:
+        self.stage, self.last = stage, len(ranks) - 1
+        self._width, self._device = width, device
+        self._stage_of_rank = _stages_of_all_ranks(stage)
+        self._peers = self._make_stage_groups()
+        below = [Channel(one, one + 1, Flow.FORWARD) for one in range(self.last)]
+        above = [Channel(one + 1, one, Flow.BACKWARD) for one in range(self.last)]
+        self._transport = Transport(
+            (*below, *above),
+            stage=stage,
+            ranks=ranks,
+            backend="gloo",
+            device=torch.device("cpu"),
+            wait_limit=wait_limit,
+            purpose="zero-bubble validation",
+        )
+        self.rows = torch.zeros(len(self._stage_of_rank), width, dtype=torch.float64, device="cpu")
+        """[ranks, width]; what is not known yet is left from before."""
+        self._result: Receipt | None = None
+
+    def known(self, stage: int) -> list[int]:
+        """The ranks of all stages up to this one."""
+        return [rank for rank, its in enumerate(self._stage_of_rank) if its <= stage]
+
+    def gather(self, row: Sequence[float]) -> None:
+        """Learn the rows of this stage's ranks."""
+        mine = torch.tensor(row, dtype=torch.float64, device=self._device)
+        ranks = self._ranks_of(self.stage)
+        of_all = torch.empty(len(ranks), self._width, dtype=torch.float64, device=self._device)
+        dist.all_gather_into_tensor(of_all, mine.view(1, -1), group=self._peers)
+        self.rows[ranks] = of_all.cpu()
+
+    def receive_from_before(self) -> None:
+        """Learn the rows of all earlier stages."""
+        if self.stage > 0:
+            ranks = self.known(self.stage - 1)
+            self.rows[ranks] = self._transport.wait(
+                self._post(self.stage - 1, Flow.FORWARD, len(ranks))
+            )
+
+    def send_on(self) -> None:
+        """Tell the next stage the rows of all stages up to this one."""
+        if self.stage < self.last:
+            self._send(self.stage + 1, Flow.FORWARD, self.rows[self.known(self.stage)])
+
+    def expect_result(self) -> None:
+        """Let the next stage send all rows as soon as it knows them."""
+        if self.stage < self.last:
+            self._result = self._post(self.stage + 1, Flow.BACKWARD, len(self.rows))
+
+    def receive_from_after(self) -> None:
+        """Learn all rows."""
+        if self._result is not None:
+            self.rows.copy_(self._transport.wait(self._result))
+            self._result = None
+
+    def send_back(self) -> None:
+        """Tell the stage before all rows."""
+        if self.stage > 0:
+            self._send(self.stage - 1, Flow.BACKWARD, self.rows.clone())
+
+    def finish(self) -> None:
+        """Wait until all messages of the last step have left."""
+        self._transport.drain()
+
+    def _post(self, source: int, flow: Flow, count: int) -> Receipt:
+        buffer = torch.empty(count, self._width, dtype=torch.float64, device="cpu")
+        return self._transport.receive(Channel(source, self.stage, flow), buffer)
+
+    def _send(self, target: int, flow: Flow, rows: torch.Tensor) -> None:
+        self._transport.send(Channel(self.stage, target, flow), rows)
+
+    def _ranks_of(self, stage: int) -> list[int]:
+        return [rank for rank, its in enumerate(self._stage_of_rank) if its == stage]
+
+    def _make_stage_groups(self) -> dist.ProcessGroup:
+        mine = None
+        for stage in range(self.last + 1):
+            group = dist.new_group(
+                self._ranks_of(stage), group_desc=f"zero-bubble statistics of stage {stage}"
+            )
+            if stage == self.stage:
+                mine = group
+        assert mine is not None
+        return mine
+
+
+def _stages_of_all_ranks(stage: int) -> list[int]:
+    stages = [0] * dist.get_world_size()
+    dist.all_gather_object(stages, stage)
+    return stages

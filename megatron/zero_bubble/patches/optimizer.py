@@ -1,0 +1,119 @@
+"""The optimizer's step: validated afterwards, and with a norm that all ranks add up alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.optimizer.ordinary import runs_into_the_next, wants_to_stop
+from megatron.zero_bubble.optimizer.post_validation import PostValidation, Settings, Stepped
+from megatron.zero_bubble.optimizer.statistics import (
+    Layout,
+    Norm,
+    folded_norm,
+    has_loss_scale,
+    own_square,
+)
+from megatron.zero_bubble.patches.patching import Patch, apply
+from megatron.zero_bubble.runtime.session import Session
+
+__all__ = ["current_post_validation", "install", "validate_steps_of"]
+
+_validations: list[PostValidation] = []
+"""The run's one, with --optimizer-post-validation."""
+
+
+def install() -> None:
+    """Patch the step and the norm of Megatron's chain of optimizers."""
+    module = "megatron.core.optimizer.optimizer"
+    apply(
+        Patch(
+            module,
+            "ChainedOptimizer.step",
+            "--optimizer-post-validation steps without waiting for later stages",
+            _validated,
+        )
+    )
+    apply(
+        Patch(
+            module,
+            "ChainedOptimizer.get_grad_norm",
+            "--canonical-grad-norm and --optimizer-post-validation add in the order of ranks",
+            _canonical,
+        )
+    )
+
+
+def current_post_validation() -> PostValidation | None:
+    """The run's post-validation; None where steps are Megatron's own."""
+    return _validations[0] if _validations else None
+
+
+def validate_steps_of(session: Session, args: Any, wait_limit: float) -> None:
+    """From now on, steps are validated afterwards."""
+    settings = Settings(
+        rollback=args.rollback,
+        on_host=args.rollback_snapshot_on_host,
+        window=args.post_validation_window,
+        threshold=args.post_validation_threshold,
+        wait_limit=wait_limit,
+    )
+    _validations[:] = [
+        PostValidation(
+            session,
+            settings,
+            may_run_into_the_next=lambda: runs_into_the_next(args),
+            wants_to_stop=lambda: wants_to_stop(args),
+        )
+    ]
+
+
+def _validated(original: Callable[[Any], Stepped]) -> Callable[[Any], Stepped]:
+    @functools.wraps(original)
+    def step(self: Any) -> Stepped:
+        validation = current_post_validation()
+        if validation is None:
+            return original(self)
+        with torch.no_grad():
+            return validation.step(self, original)
+
+    return step
+
+
+def _canonical(original: Callable[[Any], Norm]) -> Callable[[Any], Norm]:
+    @functools.wraps(original)
+    def get_grad_norm(self: Any) -> Norm:
+        from megatron.training import get_args
+
+        validated = current_post_validation() is not None
+        if not (validated or get_args().canonical_grad_norm):
+            return original(self)
+        with torch.no_grad():
+            norm = _norm_over_all_ranks(self)
+        if validated and not has_loss_scale(self) and not torch.isfinite(torch.as_tensor(norm)):
+            raise RuntimeError(
+                f"Unexpected result {float(norm)} (message='the norm of the gradients is not "
+                "finite; parameters and optimizer are as before the step')"
+            )
+        return norm
+
+    return get_grad_norm
+
+
+def _norm_over_all_ranks(optimizer: Any) -> Norm:
+    """The canonical norm of a synchronous step: see `optimizer.statistics`."""
+    layout = Layout.of(optimizer)
+    subs = optimizer.chained_optimizers
+    squares = []
+    for part in layout.parts:
+        own = own_square([subs[index] for index in part])
+        group = subs[part[0]].get_grad_stats_parallel_group()
+        of_all = torch.empty(group.size(), dtype=own.dtype, device=own.device)
+        dist.all_gather_into_tensor(of_all, own, group=group)
+        by_rank = zip(dist.get_process_group_ranks(group), of_all.tolist(), strict=True)
+        squares.append([square for _, square in sorted(by_rank)])
+    return folded_norm(squares)

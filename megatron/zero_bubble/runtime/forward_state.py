@@ -1,0 +1,128 @@
+"""What forward passes change besides their outputs: random states, buffers, statistics of MoE.
+
+Forwards that may be thrown away run after `ForwardState.capture`, between `set_aside` and
+`release`. Then comes either `restore`, or `resume` when their batch goes on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+__all__ = ["ForwardState"]
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomStates:
+    """All that Megatron saves in a checkpoint as random state."""
+
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
+    cuda: torch.Tensor
+    tracker: dict[str, torch.Tensor]
+
+    @classmethod
+    def capture(cls) -> _RandomStates:
+        return cls(
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(),
+            {name: _copied(state) for name, state in get_cuda_rng_tracker().get_states().items()},
+        )
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        torch.cuda.set_rng_state(self.cuda)
+        get_cuda_rng_tracker().set_states(self.tracker)
+
+
+class ForwardState:
+    """A point in time to which forward passes of these model chunks can be taken back."""
+
+    def __init__(self, models: Sequence[torch.nn.Module], *, moe: bool) -> None:
+        self._random = _RandomStates.capture()
+        self._buffers = [(one, one.detach().clone()) for one in _buffers(models)]
+        self._metrics = _SetAsideMetrics() if moe else None
+
+    @classmethod
+    def capture(cls, models: Sequence[torch.nn.Module]) -> ForwardState:
+        """Remember the present."""
+        return cls(models, moe=any(_has_experts(one) for one in models))
+
+    def restore(self) -> None:
+        """Go back; the statistics set aside are dropped."""
+        self._random.restore()
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        self.release()
+        self._metrics = None
+
+    def set_aside(self) -> None:
+        """The forwards begin: the statistics that they report go aside."""
+        if self._metrics is not None:
+            self._metrics.take_over()
+
+    def release(self) -> None:
+        """The forwards are over: statistics that are reported now belong to another batch."""
+        if self._metrics is not None:
+            self._metrics.put_back()
+
+    def resume(self) -> None:
+        """Their batch goes on: its statistics begin with those set aside."""
+        if self._metrics is not None:
+            self._metrics.join()
+            self._metrics = None
+
+
+class _SetAsideMetrics:
+    """MoE statistics of a batch that has begun before those of the last one are logged."""
+
+    def __init__(self) -> None:
+        from megatron.core.transformer.moe import moe_logging
+
+        self._module = moe_logging
+        self._before = moe_logging.get_moe_metrics_tracker()
+        self._ahead = moe_logging.MoEMetricsTracker()
+
+    def take_over(self) -> None:
+        self._module.set_moe_metrics_tracker(self._ahead)
+
+    def put_back(self) -> None:
+        self._module.set_moe_metrics_tracker(self._before)
+
+    def join(self) -> None:
+        tracker = self._module.get_moe_metrics_tracker()
+        for name, entry in self._ahead.metrics.items():
+            tracker.ensure_initialized(name, len(entry.values), entry.values.device)
+            present = tracker.metrics[name]
+            present.values += entry.values
+            present.reduce_group, present.avg_group = entry.reduce_group, entry.avg_group
+            present.needs_dp_avg = entry.needs_dp_avg
+
+
+def _buffers(models: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    # Not by `buffers`: Megatron's DistributedDataParallel has an attribute of that name.
+    for model in models:
+        for module in model.modules():
+            yield from (one for one in module._buffers.values() if one is not None)
+
+
+def _has_experts(model: torch.nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return getattr(config, "num_moe_experts", None) is not None
+
+
+def _copied(state: Any) -> Any:
+    # With CUDA graphs the tracker holds generators.
+    return state.clone_state() if isinstance(state, torch.Generator) else state.clone()
