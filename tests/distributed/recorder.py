@@ -49,9 +49,9 @@ class Recorder:
         ) -> Any:
             self._watch.attach(model)
             self._steps.attach()
+            self._model, self._optimizer = model, optimizer
             result = train_step(forward_step, data, model, optimizer, *args, **kwargs)
             losses, skipped, _checkpoint, _exit, _code, grad_norm, *_ = result
-            self._model, self._optimizer = model, optimizer
             self.finite.append(all(map(_is_finite, self._state().values())))
             self.iterations.append(
                 {f"loss/{name}": value for name, value in _copied(losses)}

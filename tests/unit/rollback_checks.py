@@ -13,6 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.optimizer import deferred, snapshot, state
 from megatron.zero_bubble.optimizer.deferred import Deferred
+from megatron.zero_bubble.optimizer.model_parameters import MainParameter
 from megatron.zero_bubble.optimizer.rollback import Rollback, make_rollback
 from megatron.zero_bubble.optimizer.snapshot import Snapshot
 from tests.unit.rollback_models import CALM, CLIP, SPIKE, Trainee, differences
@@ -25,6 +26,7 @@ EVENTS = (
     "plain", "ok",
 )  # fmt: skip
 CLIPPED = ("clip", "interrupted")
+ALIGNMENT = 4096  # elements
 
 
 def rollback_of(kind: str, trainee: Trainee) -> Rollback:
@@ -90,7 +92,7 @@ def _go_ahead(kind: str, rollback: Rollback, ours: Trainee, twin: Trainee, event
         wrong += [f"applied {name}" for name in _against(ours, twin, "model")]
     if kind in ("deferred", "sliced"):
         untouched = ["state", "group", "gradient"]
-        if ours.dtype != torch.float32:
+        if ours.separate:
             untouched.append("main")
         wrong += [f"touched {n}" for n in differences(ours.everything(), before, *untouched)]
     if event == "ok":
@@ -109,6 +111,36 @@ def _go_ahead(kind: str, rollback: Rollback, ours: Trainee, twin: Trainee, event
         clip_grad_by_total_norm_fp32(member.get_parameters(), max_norm=CLIP, total_norm=norm)
     ours.optimizer.step_with_ready_grads()
     return wrong
+
+
+def check_batches(elements: int, sizes: list[list[int]]) -> None:
+    """Every element once and in order, none too many at a time, and no cut between vectors.
+
+    Args:
+        sizes: of the parameters of each group; negative for one that is not contiguous.
+    """
+    parameters = []
+    for group, group_sizes in enumerate(sizes):
+        for size in group_sizes:
+            tensor = torch.zeros(abs(size)) if size >= 0 else torch.zeros(2, -size // 2).t()
+            tensor.grad = torch.zeros_like(tensor)
+            parameters.append(MainParameter(tensor, tensor, True, group, f"{group} {size}"))
+    covered = dict.fromkeys(parameters, 0)
+    order = []
+    for batch in deferred.batches(parameters, elements):
+        taken = 0
+        for piece in batch:
+            assert piece.parameter.group == batch[0].parameter.group
+            assert piece.start == covered[piece.parameter] < piece.stop
+            size = piece.parameter.tensor.numel()
+            assert piece.stop == size or piece.stop % ALIGNMENT == 0
+            covered[piece.parameter] = piece.stop
+            taken += piece.stop - piece.start
+            order.append(parameters.index(piece.parameter))
+        whole = len(batch) == 1 and not batch[0].parameter.tensor.is_contiguous()
+        assert 0 < taken <= elements or whole
+    assert all(stop == parameter.tensor.numel() for parameter, stop in covered.items())
+    assert order == sorted(order)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -65,7 +65,8 @@ class Net(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.wide(torch.tanh(self.first(inputs))))
-        return self.last(self.norm(hidden))
+        normed = self.norm(hidden.to(self.norm.weight.dtype))
+        return self.last(normed.to(inputs.dtype))
 
 
 class Trainee:
@@ -78,6 +79,7 @@ class Trainee:
         inner: a name of ``ADAMS`` or ``MOMENTUM``.
         experts: whether the wide layers are experts', which get a sub-optimizer of their own.
         decoupled: AdamW rather than L2 regularization.
+        mixed: whether the norms are in fp32 whatever the precision.
     """
 
     def __init__(
@@ -88,9 +90,12 @@ class Trainee:
         *,
         experts: bool = False,
         decoupled: bool = True,
+        mixed: bool = False,
     ) -> None:
         torch.manual_seed(5)
         self.dtype = DTYPES[precision]
+        # Whether no parameter of the model is stepped itself.
+        self.separate = precision != "fp32" and not mixed
         self.sharding = sharding
         halves = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
         model_config = TransformerConfig(
@@ -107,6 +112,8 @@ class Trainee:
         self.chunks = []
         for _ in range(2):
             net = Net().to(self.dtype)
+            if mixed:
+                net.norm.float()
             for parameter in net.wide.parameters() if experts else ():
                 parameter.allreduce = False
             self.chunks.append(DistributedDataParallel(model_config, ddp_config, net))

@@ -65,6 +65,27 @@ def test_two_chained_optimizers(kind: str, sharding: str) -> None:
     check("check_as_a_plain_step", kind=kind, sharding=sharding, **settings)
 
 
+@pytest.mark.parametrize("sharding", ["plain", "distributed", "overlap"])
+@pytest.mark.parametrize("kind", ["sliced", "snapshot"])
+def test_some_parameters_in_32_bits(kind: str, sharding: str) -> None:
+    settings = {"precision": "bf16", "inner": "torch", "mixed": True}
+    check("check_as_a_plain_step", kind=kind, sharding=sharding, **settings)
+
+
+@pytest.mark.parametrize("elements", [4096, 3 * 4096])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [[1], [4096], [4097], [3 * 4096]],
+        [[5, 4096, 20_000, 3], [7, 7, 100_000]],
+        [[4095, 1, 4096, 1], [0, 8192]],
+        [[10, -30_000, 10], [-4096, 5000]],
+    ],
+)
+def test_slices_are_whole_vectors(sizes: list[list[int]], elements: int) -> None:
+    check("check_batches", elements=elements, sizes=sizes)
+
+
 @pytest.mark.parametrize("kind", ["sliced", "snapshot"])
 def test_weight_decay_in_the_gradient(kind: str) -> None:
     """A fused kernel may then leave the sum in the gradient."""

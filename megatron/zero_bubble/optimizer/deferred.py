@@ -12,7 +12,7 @@ and their moments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +36,18 @@ from megatron.zero_bubble.optimizer.state import (
     writes_gradients,
 )
 
-__all__ = ["ALIGNMENT", "SLICE_ELEMENTS", "Deferred"]
+__all__ = ["ALIGNMENT", "SLICE_ELEMENTS", "Deferred", "Piece", "batches"]
 
 # Where a parameter may be cut, in elements. Vectorized kernels compute the elements that fill no
 # whole vector in another way, so that their last bits differ: cuts must not make such elements.
 ALIGNMENT = 4096
-SLICE_ELEMENTS = 1 << 22  # long enough that a GPU computes longer than it takes to launch
+# By device. A GPU should compute for longer than its kernels take to launch; a CPU should find the
+# scratch in its caches, and the allocator should not ask the system for it each time.
+SLICE_ELEMENTS = {"cuda": 1 << 23, "cpu": 1 << 18}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
+class Piece:
     """Elements ``start`` to ``stop`` of a parameter; all of them in its own shape, else flat."""
 
     parameter: MainParameter
@@ -64,13 +66,12 @@ class Deferred:
 
     Args:
         optimizer: what Megatron made, with inner optimizers that treat each element on its own.
-        slice_elements: how many elements are stepped at a time; a multiple of ``ALIGNMENT``.
+        slice_elements: how many elements are stepped at a time; a multiple of ``ALIGNMENT``, or
+            None for what suits the device.
     """
 
-    def __init__(
-        self, optimizer: ChainedOptimizer, *, slice_elements: int = SLICE_ELEMENTS
-    ) -> None:
-        if slice_elements <= 0 or slice_elements % ALIGNMENT:
+    def __init__(self, optimizer: ChainedOptimizer, *, slice_elements: int | None = None) -> None:
+        if slice_elements is not None and (slice_elements <= 0 or slice_elements % ALIGNMENT):
             raise ValueError(f"slice_elements is {slice_elements}: use a multiple of {ALIGNMENT}")
         self._optimizer = optimizer
         self._members = steppable_members(optimizer)
@@ -96,7 +97,7 @@ class Deferred:
             for parameter in parameters:
                 if not parameter.separate:
                     self._backups[parameter.tensor] = parameter.in_model.clone()
-            for batch in _batches(parameters, self._slice_elements):
+            for batch in batches(parameters, self._slice_elements):
                 self._step_copies(member.optimizer, batch)
         self._kept_bytes = nbytes(self._backups.values())
         gather_model_parameters(self._optimizer)
@@ -120,7 +121,7 @@ class Deferred:
             write_model_parameters(self._members)
             gather_model_parameters(self._optimizer)
 
-    def _step_copies(self, inner: Any, batch: list[_Piece]) -> None:
+    def _step_copies(self, inner: Any, batch: list[Piece]) -> None:
         """Step copies of a few pieces of one group, and write what the model reads of them."""
         copies, states = [], {}
         for piece in batch:
@@ -169,12 +170,18 @@ class Deferred:
                 group["params"] = tensors
 
 
-def _batches(parameters: Iterable[MainParameter], elements: int) -> Iterator[list[_Piece]]:
+def batches(
+    parameters: Sequence[MainParameter], elements: int | None = None
+) -> Iterator[list[Piece]]:
     """Pieces that are stepped together: of one group, and at most so many elements.
 
-    A parameter that is not contiguous stays whole, whatever its size.
+    A parameter that is not contiguous stays whole, whatever its size. Without a number it is what
+    suits the device.
     """
-    batch: list[_Piece] = []
+    if not parameters:
+        return
+    elements = elements or SLICE_ELEMENTS[parameters[0].tensor.device.type]
+    batch: list[Piece] = []
     room = elements
     for parameter in parameters:
         size, start = parameter.tensor.numel(), 0
@@ -188,7 +195,7 @@ def _batches(parameters: Iterable[MainParameter], elements: int) -> Iterator[lis
                 batch, room, other_group = [], elements, False
                 continue
             stop = start + fits if fits else size
-            batch.append(_Piece(parameter, start, stop))
+            batch.append(Piece(parameter, start, stop))
             room -= stop - start
             start = stop
     if batch:

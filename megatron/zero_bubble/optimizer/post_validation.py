@@ -5,8 +5,8 @@ against a plain step so far, it takes one that can be undone, and runs forwards 
 on the stepped parameters. The last stage knows everything first, and the result travels back. Then
 the step becomes final, or is undone and done as a synchronous step would have been.
 
-All of that happens within Megatron's ``optimizer.step()``, so that the rest of the training loop sees
-nothing but a synchronous step.
+All of that happens within Megatron's ``optimizer.step()``, so that the rest of the training loop
+sees nothing but a synchronous step.
 """
 
 from __future__ import annotations

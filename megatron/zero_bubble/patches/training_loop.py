@@ -43,6 +43,12 @@ def install() -> None:
             _after_discarding,
         ),
         (
+            "megatron.core.distributed.finalize_model_grads",
+            "_allreduce_word_embedding_grads",
+            "tied embeddings on two stages add their gradients by messages",
+            _with_tied_gradients,
+        ),
+        (
             "megatron.training.training",
             "training_log",
             "the log tells how steps were validated",
@@ -119,6 +125,17 @@ def _after_discarding(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*given, **options)
 
     return save_checkpoint
+
+
+def _with_tied_gradients(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def allreduce_word_embedding_grads(*given: Any, **options: Any) -> None:
+        original(*given, **options)
+        session = current_session()
+        if session is not None and session.across_stages is not None:
+            session.across_stages.add_tied_gradients()
+
+    return allreduce_word_embedding_grads
 
 
 def _with_counts(original: Callable[..., Any]) -> Callable[..., Any]:

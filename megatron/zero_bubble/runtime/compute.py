@@ -11,6 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.zero_bubble.runtime.across_stages import AcrossStages
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
 from zero_bubble.program import Flow, Instruction, Run
 from zero_bubble.schedule import Kind
@@ -44,6 +45,7 @@ class MegatronCompute:
         instructions: what the stage will run; tells which pass of a chunk is its last.
         last_chunk: the chunk that computes the loss, if it is on this stage.
         first_stage: whether this stage holds the model's beginning.
+        across_stages: takes the place of Megatron's collectives over stages.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class MegatronCompute:
         first_stage: bool,
         store: WeightGradStore,
         options: BatchOptions,
+        across_stages: AcrossStages | None = None,
     ) -> None:
         self._models, self._virtual, self._data_iterators = models, virtual, data_iterators
         self._config, self._groups, self._shape = config, groups, tuple(message_shape)
@@ -68,6 +71,9 @@ class MegatronCompute:
         self._device = device
         runs = [one.what for one in instructions if isinstance(one, Run)]
         self.split_chunks = frozenset(one.chunk for one in runs if one.kind is Kind.W)
+        self._across = across_stages
+        self._complete: list[int] = []  # chunks whose last B other stages are not told of yet
+        self._last_forward = {one.chunk: one.microbatch for one in runs if one.kind is Kind.F}
         self._first_forward = {one.chunk: one for one in reversed(runs) if one.kind is Kind.F}
         # Parameters get their last gradient in the last B (norms, biases) or the last W (split
         # weights); only those two may report them as ready for reduction.
@@ -113,6 +119,9 @@ class MegatronCompute:
                 is_last_stage=last,
             )
         self.num_tokens += num_tokens.to(self._device)
+        across = None if options.forward_only else self._across
+        if across is not None and last and self._last_forward[chunk] == microbatch:
+            across.forward_done(self.num_tokens)
         message = None if last else output.detach()
         if not options.forward_only:
             # The message keeps the data until it has left; B needs the graph behind it only.
@@ -137,9 +146,12 @@ class MegatronCompute:
             gradient: torch.Tensor | None = schedules.backward_step(
                 input, output, output_grad, self._config
             )
+        if self._across is not None and self._last_backward[chunk] == microbatch:
+            self._complete.append(chunk)
         return gradient
 
     def weight(self, chunk: int, microbatch: int) -> None:
+        self._tell_of_complete_chunks()
         with self._synchronized(chunk, microbatch, self._last_weight):
             self._store.run(chunk, microbatch)
 
@@ -147,7 +159,11 @@ class MegatronCompute:
         return torch.empty(self._shape, dtype=self._config.pipeline_dtype, device=self._device)
 
     def finalize(self) -> None:
-        config = self._config
+        self._tell_of_complete_chunks()
+        config, across = self._config, self._across
+        groups, num_tokens = self._groups, self.num_tokens
+        if across is not None:
+            groups, num_tokens = across.groups(groups), across.num_tokens(num_tokens)
         for number in range(len(self._models)):
             self._release_sync(number)
         if not self._sync_in_backward:
@@ -156,10 +172,15 @@ class MegatronCompute:
         if config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
                 list(self._models),
-                self.num_tokens if config.calculate_per_token_loss else None,
-                pg_collection=self._groups,
+                num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=groups,
                 force_all_reduce=self._options.force_all_reduce,
             )
+
+    def _tell_of_complete_chunks(self) -> None:
+        # Not within the last B itself: its result, which goes first, is what others wait for.
+        while self._across is not None and self._complete:
+            self._across.backward_done(self._complete.pop(0))
 
     def close(self) -> None:
         """Leave all contexts, whatever happened."""

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.zero_bubble.arrangement import Arrangement
 from megatron.zero_bubble.errors import ConfigurationError
+from megatron.zero_bubble.runtime.across_stages import AcrossStages, Neighbourhood
 from megatron.zero_bubble.runtime.batch import Batch, BatchRequest
 from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
 from megatron.zero_bubble.runtime.interpreter import Compute, Event, Interpreter, Observer
@@ -78,6 +79,8 @@ class Session:
         """What runs in the place of a batch's computations, such as one that measures them."""
         self.preparations: list[Callable[[Sequence[torch.nn.Module]], None]] = []
         """Called with the model chunks before their first training batch."""
+        self.across_stages: AcrossStages | None = None
+        """What takes the place of Megatron's collectives over stages, if something does."""
         self.ahead = RunAhead()
         """The beginning of the next batch, if it has run already."""
         self._last_request: BatchRequest | None = None
@@ -172,7 +175,7 @@ class Session:
                 "the model's config has variable_seq_lengths, but stages exchange tensors of one "
                 "shape: use --pipeline-schedule megatron"
             )
-        groups = request.groups or ProcessGroupCollection.use_mpu_process_groups()
+        groups = _groups(request)
         arrangement, training = self._arrangement, not options.forward_only
         placement, stage = arrangement.placement, arrangement.stage_of(groups.pp.rank())
         program = self.program(
@@ -209,6 +212,7 @@ class Session:
             first_stage=placement.owner(0)[0] == stage,
             store=self.store,
             options=options,
+            across_stages=self.across_stages,
         )
         interpreter = Interpreter(
             stage,
@@ -225,6 +229,8 @@ class Session:
         request, compute = batch.request, batch.compute
         config = get_model_config(request.models[0])
         self.store.begin_iteration()
+        if self.across_stages is not None:
+            self.across_stages.finish()  # not before: others may have been behind
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
@@ -251,7 +257,7 @@ class Session:
 
     def pipeline(self) -> tuple[int, tuple[int, ...]]:
         """This stage, and the global rank of every stage of this pipeline."""
-        group = self._groups().pp
+        group = _groups(self._last_request).pp
         return (
             self._arrangement.stage_of(group.rank()),
             self._arrangement.by_stage(dist.get_process_group_ranks(group)),
@@ -264,10 +270,6 @@ class Session:
         config = None if request is None else get_model_config(request.models[0])
         return getattr(config, "num_moe_experts", None) is not None
 
-    def _groups(self) -> ProcessGroupCollection:
-        given = None if self._last_request is None else self._last_request.groups
-        return given or ProcessGroupCollection.use_mpu_process_groups()
-
     def _prepare_once(
         self, models: Sequence[torch.nn.Module], instructions: Sequence[Instruction], stage: int
     ) -> None:
@@ -279,6 +281,24 @@ class Session:
             prepare(new)
         if any(isinstance(one, Run) and one.what.kind is Kind.W for one in instructions):
             self._split(new, stage)
+        if self.ahead.enabled:
+            self.across_stages = self._across_stages(models)
+            if self.across_stages.whole_weight is not None:
+                # Its W stays in B.
+                self.store.accumulate.pop(self.across_stages.whole_weight, None)
+
+    def _across_stages(self, models: Sequence[torch.nn.Module]) -> AcrossStages:
+        stage, ranks = self.pipeline()
+        here = Neighbourhood(
+            self._arrangement.placement,
+            stage,
+            ranks,
+            dist.get_backend(_groups(self._last_request).pp),
+            torch.empty(0, device="cuda").device,
+            self._wait_limit,
+        )
+        tied = get_attr_wrapped_model(models[0], "share_embeddings_and_output_weights")
+        return AcrossStages(here, models, get_model_config(models[0]), tied=tied)
 
     def _split(self, models: list[torch.nn.Module], stage: int) -> None:
         report = split_linears(models, self.store)
@@ -305,6 +325,11 @@ class Session:
                 wait_limit=self._wait_limit,
             )
         return self.transport
+
+
+def _groups(request: BatchRequest | None) -> ProcessGroupCollection:
+    given = None if request is None else request.groups
+    return given or ProcessGroupCollection.use_mpu_process_groups()
 
 
 def _announce(schedule: Schedule) -> None:
