@@ -151,13 +151,15 @@ def parse() -> argparse.Namespace:
     group.add_argument(
         "--post-validation",
         choices=["off,on"],
+        metavar="off,on",
         help="compare each schedule without and with --optimizer-post-validation",
     )
     group.add_argument(
         "--stages",
         default="2,4",
         metavar="P,...",
-        help="numbers of stages to compare on (default: %(default)s)",
+        help="numbers of stages to compare on: some of "
+        f"{', '.join(map(str, post_validation.STAGES))} (default: %(default)s)",
     )
     group.add_argument(
         "--pauses",
@@ -172,10 +174,12 @@ def parse() -> argparse.Namespace:
     for name in options.schedules:
         if name not in BUILDERS:
             parser.error(f"--schedules {name}: no such schedule; known: {', '.join(BUILDERS)}")
-    try:
-        options.stages = [int(one) for one in options.stages.split(",")]
-    except ValueError:
-        parser.error(f"--stages {options.stages}: expected numbers with commas between, as 2,4")
+    given, options.stages = options.stages, []
+    for one in given.split(","):
+        if not one.isdigit() or int(one) not in post_validation.STAGES:
+            known = ", ".join(map(str, post_validation.STAGES))
+            parser.error(f"--stages {given}: expected some of {known}, with commas between")
+        options.stages.append(int(one))
     return options
 
 

@@ -30,15 +30,17 @@ from zero_bubble.builders import BUILDERS, build
 from zero_bubble.costs import Costs
 from zero_bubble.period import period_behind_barrier, period_with_run_ahead
 
-__all__ = ["FLAG", "SCHEDULES", "Comparison", "compare", "report"]
+__all__ = ["FLAG", "SCHEDULES", "STAGES", "Comparison", "as_json", "compare", "report"]
 
 FLAG = "--optimizer-post-validation"
 SCHEDULES = ("zb-h2", "zb-v")
 """Those that are without a bubble only if there is no barrier."""
+STAGES = (2, 4)
+"""The model's 8 layers can be spread evenly over chunks of these."""
 OFF, ON = "off", "on"
 ITERATIONS = 5
 """Of a turn."""
-PAUSE_MS = 30.0
+PAUSE_MS = 50.0
 PAUSED_HIDDEN, PAUSED_SEQUENCE = 64, 32
 START_SECONDS, SECONDS_AN_ITERATION = 300.0, 30.0
 """What a job may take to start, and an iteration on average."""

@@ -72,6 +72,8 @@ class Config:
     """Megatron's ``--data-path``, of bytes as tools/prepare_text.py writes them, in place of mock
     data."""
     spikes: tuple[Spike, ...] = ()
+    happening: str = ""
+    """See `happenings`; a reference has none."""
     extra: tuple[str, ...] = ()
     """More Megatron flags, for both sides."""
 

@@ -158,6 +158,7 @@ class Zygote:
         request = {
             "argv": argv,
             "spikes": [asdict(one) for one in config.spikes],
+            "happening": config.happening,
             "world_size": config.world_size,
             "directory": str(directory),
             "timeout_s": limit_s,

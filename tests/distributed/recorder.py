@@ -27,6 +27,7 @@ class Recorder:
         runtime      [{name: anything}]           see `watch.RuntimeWatch`
         steps        [{name: anything}]           see `watch.StepWatch`
         counts       {name: int}                  steps by outcome, with post-validation
+        position     {name: anything}             random states, samples consumed, scheduler's steps
     """
 
     def __init__(self) -> None:
@@ -84,6 +85,7 @@ class Recorder:
             "runtime": self._watch.batches,
             "steps": self._steps.steps,
             "counts": self._steps.counts,
+            "position": _position(),
             "adaptor": ADAPTOR in sys.modules,
         }
         torch.save(record, path.with_suffix(".part"))
@@ -95,6 +97,21 @@ class Recorder:
 
 def _is_finite(value: Any) -> bool:
     return bool(value.isfinite().all()) if hasattr(value, "isfinite") else True
+
+
+def _position() -> dict[str, Any]:
+    """Where a run stands in its data and its random numbers."""
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.training import get_args
+
+    trackers = get_cuda_rng_tracker().get_states()
+    return {
+        "consumed": get_args().consumed_train_samples,
+        "iteration": get_args().curr_iteration,
+        "random": torch.get_rng_state(),
+        **{f"random/{name}": state.clone() for name, state in trackers.items()},
+    }
 
 
 def _copied(losses: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_post_validation_pauses_where_many_steps_clip(
         actual,
         also_synchronous=frozenset(i for i, one in enumerate(paused[:-1]) if one),
     )
-    changes = sum(before != after for before, after in zip(paused, paused[1:], strict=False))
+    changes = sum(before != after for before, after in pairwise(paused))
     for record in actual.ranks:
         assert record["counts"].get("mode_changes", 0) == changes
     if (window, threshold) == (4, 0.5):

@@ -201,13 +201,13 @@ def test_without_a_loss_scale_every_rank_ends_under_post_validation(
     for rank, log in enumerate(failed.logs):
         error = log.rstrip().splitlines()[-1]
         assert error.startswith(f"RuntimeError: iteration {iteration + 1}: Unexpected"), rank
-        assert f"gradients of ranks {where} is not finite" in error, (rank, error)
+        assert f"the norm of the gradients of ranks {where} is not finite" in error, (rank, error)
 
 
 def test_a_first_step_that_is_not_finite_under_post_validation(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """Which is a synchronous one."""
+    """Which is a synchronous step."""
     config = Config(spikes=(Spike("decoder.layers.3.mlp.linear_fc1.weight", 0, math.nan),))
     failed = zygote.fail(config, tmp_path, ("--pipeline-schedule", "zb-h1", FLAG))
     for rank, record in zip(failed.logs, failed.ranks, strict=True):

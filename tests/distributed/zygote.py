@@ -76,6 +76,7 @@ def _compile_builders() -> None:
 _IMPORTED_LATE = (
     "megatron.core.tokenizers.text.libraries",
     "megatron.training.checkpointing",
+    "tests.distributed.happenings",
     "tests.distributed.injection",
     "tests.distributed.recorder",
     "torch._dynamo",
@@ -153,12 +154,13 @@ def _be_rank(pretrain_gpt: types.ModuleType, request: dict[str, Any], rank: int)
         _redirect(directory / f"rank{rank}.log")
         faulthandler.register(signal.SIGUSR1)
         sys.argv = ["pretrain_gpt.py", *request["argv"]]
-        from tests.distributed import injection
+        from tests.distributed import happenings, injection
         from tests.distributed.recorder import Recorder
 
         recorder = Recorder()
         recorder.install()
         injection.install(request["spikes"])
+        happenings.install(request["happening"], directory)
         try:
             pretrain_gpt.main()
             code = 0

@@ -163,6 +163,10 @@ SABOTAGE: dict[str, tuple[list[tuple[Any, str]], Any]] = {
     "the model's tensors are stepped": ([(Deferred, "_step_backups")], _step_live),
     "counters are shared": ([(deferred, "fresh")], lambda value: value),
     "the step is not made": ([(Deferred, "commit")], _nothing),
+    "gradients are taken for safe": (
+        [(owner, "writes_gradients") for owner in (deferred, snapshot)],
+        lambda inner: False,
+    ),
     "cuts anywhere": ([(deferred, "ALIGNMENT")], 1003),
 }
 

@@ -15,6 +15,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
+from megatron.zero_bubble.patches.cpu_torch import FusedAdam
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CLIP = 1.0
 CALM, SPIKE = 3e-4, 3e-1  # of single gradients: their norm is below and above what is clipped
@@ -33,8 +35,20 @@ def _torch_adam(**implementation: bool) -> Callable[..., torch.optim.Optimizer]:
     return build
 
 
+class _WritingAdam(FusedAdam):
+    """Leaves something else in the gradients, as fused kernels may without decoupled decay."""
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.add_(parameter, alpha=group["weight_decay"])
+
+
 ADAMS: dict[str, Any] = {
-    "adam": megatron_optimizers.Adam,  # CPU mode's own, with `step` in the group
+    "adam": FusedAdam,  # CPU mode's own, with `step` in the group
+    "writing": _WritingAdam,
     "torch": _torch_adam(foreach=False),
     "foreach": _torch_adam(foreach=True),
     "fused": _torch_adam(fused=True),

@@ -41,6 +41,7 @@ QUICK = [
     ("host", "bf16", "overlap", "torch"),
     ("host", "fp32", "plain", "adam"),
 ]
+DISTRIBUTED = pytest.param("distributed", marks=pytest.mark.slow)
 BF16 = {"precision": "bf16", "sharding": "plain", "inner": "adam"}
 
 
@@ -58,14 +59,14 @@ def test_every_step_is_megatrons_own(kind: str, precision: str, sharding: str, i
     check("check_as_a_plain_step", kind=kind, precision=precision, sharding=sharding, inner=inner)
 
 
-@pytest.mark.parametrize("sharding", ["plain", "distributed", "overlap"])
+@pytest.mark.parametrize("sharding", ["plain", "overlap", DISTRIBUTED])
 @pytest.mark.parametrize("kind", ["sliced", "snapshot"])
 def test_two_chained_optimizers(kind: str, sharding: str) -> None:
     settings = {"precision": "fp16", "inner": "adam", "experts": True}
     check("check_as_a_plain_step", kind=kind, sharding=sharding, **settings)
 
 
-@pytest.mark.parametrize("sharding", ["plain", "distributed", "overlap"])
+@pytest.mark.parametrize("sharding", ["plain", "overlap", DISTRIBUTED])
 @pytest.mark.parametrize("kind", ["sliced", "snapshot"])
 def test_some_parameters_in_32_bits(kind: str, sharding: str) -> None:
     settings = {"precision": "bf16", "inner": "torch", "mixed": True}
@@ -86,10 +87,12 @@ def test_slices_are_whole_vectors(sizes: list[list[int]], elements: int) -> None
     check("check_batches", elements=elements, sizes=sizes)
 
 
+@pytest.mark.parametrize("inner", ["writing", "torch"])
 @pytest.mark.parametrize("kind", ["sliced", "snapshot"])
-def test_weight_decay_in_the_gradient(kind: str) -> None:
+def test_weight_decay_in_the_gradient(kind: str, inner: str) -> None:
     """A fused kernel may then leave the sum in the gradient."""
-    check("check_as_a_plain_step", kind=kind, decoupled=False, **BF16)
+    settings = BF16 | {"inner": inner}
+    check("check_as_a_plain_step", kind=kind, decoupled=False, **settings)
 
 
 def test_shards_of_two_ranks(tmp_path: Path) -> None:
@@ -110,11 +113,13 @@ def test_shards_of_two_ranks(tmp_path: Path) -> None:
         ("the model is not written", "deferred", {}),
         ("the model's tensors are stepped", "deferred", {"precision": "fp32"}),
         ("the step is not made", "deferred", {}),
+        ("gradients are taken for safe", "sliced", {"inner": "writing", "decoupled": False}),
+        ("gradients are taken for safe", "snapshot", {"inner": "writing", "decoupled": False}),
         ("cuts anywhere", "sliced", {"inner": "fused", "precision": "fp32"}),
     ],
 )
 def test_the_comparison_finds_what_is_broken(
-    sabotage: str, kind: str, changed: dict[str, str]
+    sabotage: str, kind: str, changed: dict[str, object]
 ) -> None:
     assert check("found_wrong_with", sabotage=sabotage, kind=kind, **(BF16 | changed))
 

@@ -31,7 +31,7 @@ from megatron.zero_bubble.optimizer.state import Counters, check_state, is_adam
 
 __all__ = ["InPlace"]
 
-SLICE_ELEMENTS = 1 << 22
+SLICE_ELEMENTS = 1 << 22  # inverted at a time, to bound the scratch
 REMEDY = "restart from the last checkpoint with --rollback deferred, which undoes any step exactly"
 
 

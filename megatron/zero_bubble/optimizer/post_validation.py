@@ -32,6 +32,7 @@ from megatron.zero_bubble.optimizer.statistics import (
     Verdict,
     clips,
     decide,
+    not_finite,
     own_square,
 )
 from megatron.zero_bubble.runtime.run_ahead import RunAheadFailed
@@ -61,6 +62,7 @@ class StepRecord:
     """What one step did on this stage, for those who watch. Host times in ns."""
 
     iteration: int
+    """Counted from 1."""
     stage: int
     optimistic: bool = False
     """Whether the stage stepped before it knew the result."""
@@ -83,6 +85,7 @@ class PostValidation:
     Args:
         session: runs the batches.
         settings: the flags.
+        iteration: the number of the present iteration, counted from 1.
         may_run_into_the_next: whether the present iteration may.
         wants_to_stop: whether this rank wants the job to end after this iteration.
     """
@@ -92,10 +95,12 @@ class PostValidation:
         session: Session,
         settings: Settings,
         *,
+        iteration: Callable[[], int],
         may_run_into_the_next: Callable[[], bool],
         wants_to_stop: Callable[[], bool],
     ) -> None:
         self.session, self.settings = session, settings
+        self._iteration = iteration
         self._may_run_into_the_next, self._wants_to_stop = may_run_into_the_next, wants_to_stop
         self.counts: Counter[str] = Counter()
         """Steps so far, the same on all ranks: ``committed``, ``clipped`` and ``skipped`` are those
@@ -110,7 +115,6 @@ class PostValidation:
         """Whether a rank wanted to stop when the last step was taken."""
         self._calm = Calm(settings.window, settings.threshold)
         self._stepped_once = False
-        self._iteration = 0
         self._link: _Link | None = None
         self._rollback: Rollback | None = None
         session.ahead.enabled = True
@@ -123,10 +127,9 @@ class PostValidation:
             RuntimeError: a gradient is not finite and there is no loss scale; on all ranks.
             PipelineError: another stage is gone or stuck.
         """
-        self._iteration += 1
         if self._link is None:
             self._link = self._connect(optimizer)
-        record = StepRecord(self._iteration, self._link.exchange.stage)
+        record = StepRecord(self._iteration(), self._link.exchange.stage)
         if self._stepped_once and self._calm.is_calm and self._may_run_into_the_next():
             stepped = self._validated(self._link, record)
         else:
@@ -236,7 +239,7 @@ class PostValidation:
                     self._rollback.undo(publish=verdict is not Verdict.CLIP)
         if verdict is Verdict.NOT_FINITE:
             self._throw_away(link)
-            raise RuntimeError(link.not_finite(decision.norm, self._iteration))
+            raise not_finite(record.iteration, decision.norm, link.squares())
         update_loss_scale(optimizer, decision.found_inf)
         if verdict is not Verdict.STEP or decision.stop or self._experts_need(optimizer, scale):
             self._throw_away(link)
@@ -313,14 +316,9 @@ class _Link:
         so_far = self.decide(stage)
         return so_far.verdict is Verdict.STEP and not so_far.stop
 
-    def not_finite(self, norm: Norm | None, iteration: int) -> str:
-        squares = self.exchange.rows[:, : len(self.layout.parts)]
-        ranks = [rank for rank, row in enumerate(squares) if not bool(row.isfinite().all())]
-        where = f"gradients of ranks {', '.join(map(str, ranks))}" if ranks else "gradients"
-        return (
-            f"iteration {iteration}: Unexpected result {norm} (message='the norm of the {where} is "
-            "not finite; parameters and optimizer are as before the step')"
-        )
+    def squares(self) -> dict[int, float]:
+        """Of each rank, the sum of its squared norms."""
+        return dict(enumerate(self.exchange.rows[:, : len(self.layout.parts)].sum(1).tolist()))
 
 
 def _leave_checks_to_us(models: Sequence[torch.nn.Module]) -> None:

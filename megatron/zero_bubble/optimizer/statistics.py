@@ -7,7 +7,8 @@ no backend's order of addition, and a rank that has all rows can compute it alon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -16,7 +17,18 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 
-__all__ = ["Decision", "Layout", "Verdict", "clips", "decide", "folded_norm", "own_square"]
+__all__ = [
+    "Decision",
+    "Layout",
+    "Verdict",
+    "clips",
+    "decide",
+    "folded_norm",
+    "has_loss_scale",
+    "is_finite",
+    "not_finite",
+    "own_square",
+]
 
 type Norm = float | torch.Tensor
 """As Megatron has it: a tensor of one fp32 with Transformer Engine, else a float."""
@@ -147,7 +159,7 @@ def decide(optimizer: Any, layout: Layout, rows: torch.Tensor, known: Sequence[i
     if any(infs):
         return Decision(Verdict.SKIP, None, infs, stop)
     norm = folded_norm([layout.squares(part, rows, known) for part in range(len(layout.parts))])
-    if not _finite(norm) and not has_loss_scale(optimizer):
+    if not is_finite(norm) and not has_loss_scale(optimizer):
         verdict = Verdict.NOT_FINITE
     elif float(norm) > getattr(config, "grad_norm_skip_threshold", float("inf")):
         verdict = Verdict.TOO_LARGE
@@ -163,5 +175,21 @@ def has_loss_scale(optimizer: Any) -> bool:
     return any(getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers)
 
 
-def _finite(norm: Norm) -> bool:
+def is_finite(norm: Norm) -> bool:
     return bool(torch.isfinite(torch.as_tensor(norm)))
+
+
+def not_finite(iteration: int, norm: Norm | None, squares: Mapping[int, float]) -> RuntimeError:
+    """The error for a norm that is not finite, in the words of Megatron's own checks.
+
+    Args:
+        iteration: counted from 1.
+        norm: what it is.
+        squares: squared norm of each rank.
+    """
+    ranks = [str(rank) for rank, square in squares.items() if not math.isfinite(square)]
+    where = f"gradients of ranks {', '.join(ranks)}" if ranks else "gradients"
+    return RuntimeError(
+        f"iteration {iteration}: Unexpected result {norm} (message='the norm of the {where} is not "
+        "finite; parameters and optimizer are as before the step')"
+    )

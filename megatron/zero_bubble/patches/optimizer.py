@@ -16,6 +16,8 @@ from megatron.zero_bubble.optimizer.statistics import (
     Norm,
     folded_norm,
     has_loss_scale,
+    is_finite,
+    not_finite,
     own_square,
 )
 from megatron.zero_bubble.patches.patching import Patch, apply
@@ -66,6 +68,7 @@ def validate_steps_of(session: Session, args: Any, wait_limit: float) -> None:
         PostValidation(
             session,
             settings,
+            iteration=lambda: args.curr_iteration + 1,
             may_run_into_the_next=lambda: runs_into_the_next(args),
             wants_to_stop=lambda: wants_to_stop(args),
         )
@@ -89,31 +92,30 @@ def _canonical(original: Callable[[Any], Norm]) -> Callable[[Any], Norm]:
     def get_grad_norm(self: Any) -> Norm:
         from megatron.training import get_args
 
-        validated = current_post_validation() is not None
-        if not (validated or get_args().canonical_grad_norm):
+        args, validated = get_args(), current_post_validation() is not None
+        if not (validated or args.canonical_grad_norm):
             return original(self)
         with torch.no_grad():
-            norm = _norm_over_all_ranks(self)
-        if validated and not has_loss_scale(self) and not torch.isfinite(torch.as_tensor(norm)):
-            raise RuntimeError(
-                f"Unexpected result {float(norm)} (message='the norm of the gradients is not "
-                "finite; parameters and optimizer are as before the step')"
-            )
+            parts = _squares_of_all_ranks(self)
+        norm = folded_norm([list(squares.values()) for squares in parts])
+        if validated and not has_loss_scale(self) and not is_finite(norm):
+            # Found in place of the checks that `PostValidation` switches off.
+            of_all = {rank: square for squares in parts for rank, square in squares.items()}
+            raise not_finite(args.curr_iteration + 1, norm, of_all)
         return norm
 
     return get_grad_norm
 
 
-def _norm_over_all_ranks(optimizer: Any) -> Norm:
-    """The canonical norm of a synchronous step: see `optimizer.statistics`."""
-    layout = Layout.of(optimizer)
+def _squares_of_all_ranks(optimizer: Any) -> list[dict[int, float]]:
+    """Of each part of a synchronous step's norm, each rank's squared norm, in order of ranks."""
     subs = optimizer.chained_optimizers
     squares = []
-    for part in layout.parts:
+    for part in Layout.of(optimizer).parts:
         own = own_square([subs[index] for index in part])
         group = subs[part[0]].get_grad_stats_parallel_group()
         of_all = torch.empty(group.size(), dtype=own.dtype, device=own.device)
         dist.all_gather_into_tensor(of_all, own, group=group)
         by_rank = zip(dist.get_process_group_ranks(group), of_all.tolist(), strict=True)
-        squares.append([square for _, square in sorted(by_rank)])
-    return folded_norm(squares)
+        squares.append(dict(sorted(by_rank)))
+    return squares
