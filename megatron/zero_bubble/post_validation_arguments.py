@@ -121,7 +121,6 @@ def check_post_validation(args: Any, placement: Placement | None) -> None:
             raise ConfigurationError(rule.complaint(args, ours))
     _check_vision(args)
     _check_timers(args)
-    _check_tied_embeddings(args, placement)
 
 
 def _companions(args: Any) -> Iterator[tuple[str, str]]:
@@ -176,18 +175,6 @@ def _check_timers(args: Any) -> None:
         raise ConfigurationError(
             f"{FLAG} does not work with --timing-log-level {level}: such timers wait for all ranks "
             "in every iteration; add --no-barrier-with-level-1-timing, or use --timing-log-level 0"
-        )
-
-
-def _check_tied_embeddings(args: Any, placement: Placement) -> None:
-    tied = not getattr(args, "untie_embeddings_and_output_weights", True)
-    first, last = (placement.owner(end)[0] for end in (0, placement.num_positions - 1))
-    if tied and first != last and getattr(args, "overlap_grad_reduce", False):
-        raise ConfigurationError(
-            f"{FLAG} does not work with --overlap-grad-reduce where the embeddings are tied and "
-            f"lie on two stages ({first} and {last}): their gradients' sum would wait for both; "
-            "use --pipeline-schedule zb-v, which has them on one stage, or add "
-            "--untie-embeddings-and-output-weights, or leave --overlap-grad-reduce out"
         )
 
 

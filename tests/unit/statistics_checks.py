@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import megatron.training
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -26,7 +27,7 @@ from megatron.zero_bubble.optimizer.statistics import (
     folded_norm,
     own_square,
 )
-from megatron.zero_bubble.patches.optimizer import _norm_over_all_ranks
+from megatron.zero_bubble.patches import optimizer as patches
 from tests.unit.rollback_models import CALM, CLIP, SPIKE, Trainee, differences
 
 INF, NAN = float("inf"), float("nan")
@@ -133,41 +134,59 @@ def _square(root: torch.Tensor, known: float) -> torch.Tensor:
     return torch.tensor([known], dtype=torch.float32)
 
 
-def order_of_ranks(ranks: int = 5) -> None:
+def _canonical_norm(optimizer: Any) -> Any:
+    """What a run with --canonical-grad-norm, and no post-validation, has for its norm."""
+    never = mock.Mock(side_effect=AssertionError)
+    args = SimpleNamespace(canonical_grad_norm=True)
+    with (
+        mock.patch.object(patches, "_validations", []),
+        mock.patch.object(megatron.training, "get_args", lambda: args),
+    ):
+        return patches._canonical(never)(optimizer)
+
+
+def order_of_ranks() -> None:
     """The same bits however a group, or a backend, counts its ranks."""
-    draw = random.Random(3)
-    squares = torch.tensor([10.0 ** draw.uniform(-6, 3) for _ in range(ranks)])
+    # The two last ones only count if they are added first, and then fp32 rounds up.
+    squares = torch.tensor([1.0, 2.0**-24, 2.0**-53, 2.0**-53])
+    ranks = len(squares)
     expected = folded_norm([squares.tolist()])
+    assert expected == 1.0
     seen = set()
     for order in itertools.permutations(range(ranks)):
-        seen.add(sum(squares[rank].item() for rank in order))
-        chain = _chain([torch.zeros(1)])
-        with (
-            mock.patch.object(torch.distributed, "get_process_group_ranks", lambda _, o=order: o),
-            mock.patch.object(
-                torch.distributed,
-                "all_gather_into_tensor",
-                lambda into, own, group, o=order: into.copy_(squares[list(o)]),
-            ),
-            mock.patch.object(
-                chain.chained_optimizers[0],
-                "get_grad_stats_parallel_group",
-                lambda: SimpleNamespace(size=lambda: ranks),
-            ),
-        ):
-            assert _norm_over_all_ranks(chain) == expected
+        total = torch.tensor(sum(squares[rank].item() for rank in order), dtype=torch.float64)
+        seen.add(total.float().item())
+        with _group_of(order, squares) as group:
+            chain = _chain([], group=group)
+            assert _canonical_norm(chain) == expected, order
             layout = Layout.of(chain)
         rows = torch.tensor([layout.row([one], [False], False) for one in squares.tolist()])
         assert folded_norm([layout.squares(0, rows.double(), order)]) == expected
     assert len(seen) > 1, "the order makes no difference for these numbers"
 
 
+@contextmanager
+def _group_of(order: Sequence[int], squares: torch.Tensor) -> Iterator[Any]:
+    """A group that counts its ranks in this order, and whose ranks send these."""
+
+    def gather(into: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+        into.copy_(squares[list(order)])
+
+    with (
+        mock.patch.object(torch.distributed, "get_process_group_ranks", lambda group: list(order)),
+        mock.patch.object(torch.distributed, "all_gather_into_tensor", gather),
+    ):
+        yield SimpleNamespace(size=lambda: len(order))
+
+
 def _chain(
-    *gradients: torch.Tensor | list[torch.Tensor],
+    *gradients: list[torch.Tensor],
     clip_grad: float = 1.0,
     threshold: float = INF,
     scaler: bool = False,
+    group: Any = None,
 ) -> Any:
+    """What is read of a ChainedOptimizer, one sub-optimizer for each of these gradients."""
     config = SimpleNamespace(clip_grad=clip_grad, grad_norm_skip_threshold=threshold)
     return SimpleNamespace(
         config=config,
@@ -176,8 +195,8 @@ def _chain(
             SimpleNamespace(
                 config=config,
                 grad_scaler=object() if scaler else None,
-                get_grads_for_grad_norm=lambda one=one: one if isinstance(one, list) else [one],
-                get_grad_stats_parallel_group=lambda: torch.distributed.group.WORLD,
+                get_grads_for_grad_norm=lambda one=one: one,
+                get_grad_stats_parallel_group=lambda: group,
             )
             for one in gradients
         ],
@@ -199,7 +218,7 @@ def norm_of_megatrons_chains() -> None:
         for iteration in range(3):
             trainee.set_gradients(iteration, SPIKE)
             trainee.optimizer.prepare_grads()
-            ours, expected = _norm_over_all_ranks(trainee.optimizer), theirs(trainee.optimizer)
+            ours, expected = _canonical_norm(trainee.optimizer), theirs(trainee.optimizer)
             # Two parts: both take the root of a sum of squares of roots.
             slack = 2 * math.ulp(expected) if separate else 0.0
             assert abs(ours - expected) <= slack, (sharding, experts, ours, expected)
@@ -213,7 +232,9 @@ def what_is_clipped(kind: str) -> None:
     for limit in limits:
         edge = limit - 1e-6
         for _ in range(40):
-            cases.append((limit, abs(edge * (1 + draw.uniform(-4, 4) * 10.0 ** -draw.randint(1, 9)))))
+            cases.append(
+                (limit, abs(edge * (1 + draw.uniform(-4, 4) * 10.0 ** -draw.randint(1, 9))))
+            )
         around = torch.tensor(abs(edge))
         for direction in (0.0, INF):
             one = around.clone()

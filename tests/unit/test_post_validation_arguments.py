@@ -12,7 +12,6 @@ from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.post_validation_arguments import (
     _INPLACE_RULES,
     _RULES,
-    check_post_validation,
     settle_rerun_mode,
 )
 from megatron.zero_bubble.rules import Rule
@@ -20,7 +19,6 @@ from tests.unit.cpu_mode import checks_of
 from tests.unit.megatron_checks import POST_VALIDATION_UNSET
 from tests.unit.test_arguments import arguments as arguments_without
 from zero_bubble.builders import BUILDERS
-from zero_bubble.placement import Placement, v_shape
 
 FLAG = "--optimizer-post-validation"
 
@@ -271,29 +269,11 @@ def test_weights_that_change_after_the_step() -> None:
         validate(arguments(**(dino | {name: fine})))
 
 
-TIED = {"untie_embeddings_and_output_weights": False, "overlap_grad_reduce": True}
-
-
 @pytest.mark.parametrize("name", BUILDERS)
-def test_tied_embeddings_on_two_stages_with_overlapped_reduction(name: str) -> None:
-    if BUILDERS[name].placement(2, 2).name == "v":
-        validate(arguments(pipeline_schedule=name, **TIED))
-    else:
-        assert complaint(pipeline_schedule=name, **TIED) == (
-            f"{FLAG} does not work with --overlap-grad-reduce where the embeddings are tied and "
-            "lie on two stages (0 and 1): their gradients' sum would wait for both; use "
-            "--pipeline-schedule zb-v, which has them on one stage, or add "
-            "--untie-embeddings-and-output-weights, or leave --overlap-grad-reduce out"
-        )
-    for fine in ({"untie_embeddings_and_output_weights": True}, {"overlap_grad_reduce": False}):
-        validate(arguments(pipeline_schedule=name, **(TIED | fine)))
-
-
-def test_where_both_ends_of_a_model_lie_decides_for_tied_embeddings() -> None:
-    for together in (v_shape(3), Placement(((1, 4), (0, 5), (2, 3)))):
-        check_post_validation(arguments(**TIED), together)
-    with pytest.raises(ConfigurationError, match=r"lie on two stages \(1 and 2\)"):
-        check_post_validation(arguments(**TIED), Placement(((1, 4), (0, 3), (2, 5))))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tied_embeddings_work_on_two_stages_and_on_one(name: str, overlap: bool) -> None:
+    tied = {"untie_embeddings_and_output_weights": False, "overlap_grad_reduce": overlap}
+    validate(arguments(pipeline_schedule=name, **tied))
 
 
 @pytest.mark.parametrize("flags", ["", "--canonical-grad-norm", "--rerun-mode report_stats"])

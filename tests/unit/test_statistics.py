@@ -59,9 +59,7 @@ def test_what_is_clipped_is_what_megatron_clips(kind: str) -> None:
 def test_each_verdict_and_what_follows_is_megatrons_step(
     event: str, precision: str, sharding: str, experts: bool
 ) -> None:
-    check(
-        "a_step_in_parts", event=event, precision=precision, sharding=sharding, experts=experts
-    )
+    check("a_step_in_parts", event=event, precision=precision, sharding=sharding, experts=experts)
 
 
 def test_ranks_outside_a_group_do_not_count() -> None:

@@ -132,7 +132,8 @@ class _TiedGradient:
     Each end reduces its gradient over data-parallel ranks by itself, and sends it to the other.
     Both add the same two, so that the copies stay equal. With up to two data-parallel ranks the
     bits are those of Megatron, which reduces it within a bucket; with more the order of addition
-    may be another.
+    may be another. A distributed optimizer reads a rank's shard only; more than that may be wrong,
+    as it is in Megatron.
     """
 
     def __init__(
@@ -173,6 +174,10 @@ class _TiedGradient:
     def _reduced(self, gradient: torch.Tensor) -> torch.Tensor:
         """The sum or mean over data-parallel ranks, as the gradient's bucket will have it."""
         group = self._model.param_to_bucket_group[self.weight]
+        if group.grad_reduce_handle is not None:
+            # Overlapped, and under way: the last B completed the whole bucket.
+            group.grad_reduce_handle.wait()
+            return gradient.clone()
         bucket = next(one for one in group.buckets if self.weight in one.params)
         reduced = gradient.clone()
         if bucket.gradient_scaling_factor != 1.0:
