@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -52,17 +52,29 @@ def report(result: Result) -> str:
     norms, losses = result.iterations("grad_norm"), result.iterations("loss/lm loss")
     clipped = [index for index, one in enumerate(verdicts) if one == CLIP]
     rows = [
-        f"{len(clipped)} of {len(verdicts)} iterations were clipped; the first stage had stepped "
-        f"and undid it in {len(undone)} of them, in the others its own gradients said so.",
-        "iterations  clipped  undone  median norm    loss",
+        f"{len(clipped)} of {len(verdicts)} iterations were clipped. The first stage had stepped "
+        f"in {len(undone)} of them, and undid it; in the others its own gradients said not to.",
+        " iterations  clipped  undone  median norm    loss",
     ]
     for begin in range(0, len(verdicts), BLOCK):
         block = range(begin, begin + BLOCK)
         rows.append(
-            f"{begin + 1:4}-{begin + BLOCK:<4}  {sum(one in block for one in clipped):8}"
+            f"{begin + 1:6}-{begin + BLOCK:<4}"
+            f"{sum(one in block for one in clipped):9}"
             f"{sum(one in block for one in undone):8}"
             f"{sorted(norms[begin : begin + BLOCK])[BLOCK // 2]:13.3f}"
             f"{float(losses[block[-1]]):8.3f}"
         )
-    rows.append(f"undone at {', '.join(str(one + 1) for one in undone) or 'no iteration'}")
+    rows.append(f"undone: {', '.join(ranges(undone)) or 'none'}")
     return "\n".join(rows)
+
+
+def ranges(indices: Sequence[int]) -> list[str]:
+    """Iterations as Megatron counts them, from 1: ``4-35``, ``37``, ..."""
+    runs: list[tuple[int, int]] = []
+    for number in (index + 1 for index in indices):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return [str(begin) if begin == end else f"{begin}-{end}" for begin, end in runs]

@@ -94,9 +94,10 @@ def layers(chunks: list[Wrapper]) -> list[Layer]:
     return [one for chunk in chunks for one in chunk.modules() if isinstance(one, Layer)]
 
 
-def forwards(chunks: list[Wrapper], number: int) -> list[torch.Tensor]:
+def forwards(chunks: list[Wrapper], number: int, first: int = 0) -> list[torch.Tensor]:
+    """This many microbatches through all chunks."""
     inputs = torch.linspace(-1, 1, 12).view(3, 4)
-    return [chunk(inputs * (index + 1)) for index in range(number) for chunk in chunks]
+    return [chunk(inputs * (first + one + 1)) for one in range(number) for chunk in chunks]
 
 
 def _everything(chunks: list[Wrapper]) -> list[Any]:
@@ -170,7 +171,7 @@ def goes_on() -> None:
         outputs = forwards(chunks, 2)
         state.release()
         state.resume()
-        outputs += forwards(chunks, 1)
+        outputs += forwards(chunks, 1, first=2)
     assert (_values(outputs), _last_draws(chunks, 3), _everything(chunks)) == expected
 
 

@@ -1,6 +1,6 @@
 """What ranks tell each other of their gradients, and what follows from it, against Megatron.
 
-The checks are in statistics_checks.py, in a process in CPU mode. `host` and `device` are the two
+The checks are in statistics_checks.py and verdict_checks.py, in a process in CPU mode. `host` and `device` are the two
 ways in which Megatron takes the root of a norm and scales by it, without and with Transformer
 Engine.
 """
@@ -12,6 +12,7 @@ import pytest
 from tests.unit.cpu_mode import checks_of
 
 check = checks_of("tests.unit.statistics_checks")
+verdict = checks_of("tests.unit.verdict_checks")
 
 TAILS = pytest.mark.parametrize("kind", ["host", "device"])
 
@@ -37,7 +38,7 @@ def test_the_order_in_which_ranks_come_is_no_matter() -> None:
 
 @TAILS
 def test_what_is_clipped_is_what_megatron_clips(kind: str) -> None:
-    check("what_is_clipped", kind=kind)
+    verdict("what_is_clipped", kind=kind)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +60,15 @@ def test_what_is_clipped_is_what_megatron_clips(kind: str) -> None:
 def test_each_verdict_and_what_follows_is_megatrons_step(
     event: str, precision: str, sharding: str, experts: bool
 ) -> None:
-    check("a_step_in_parts", event=event, precision=precision, sharding=sharding, experts=experts)
+    verdict("a_step_in_parts", event=event, precision=precision, sharding=sharding, experts=experts)
 
 
 def test_ranks_outside_a_group_do_not_count() -> None:
-    check("ranks_that_count")
+    verdict("ranks_that_count")
 
 
 @TAILS
 def test_what_speaks_against_a_step_is_not_outweighed_by_later_stages(kind: str) -> None:
-    seen = check("later_rows_never_make_it_a_step", kind=kind)
+    seen = verdict("later_rows_never_make_it_a_step", kind=kind)
     assert set(seen) == {"step", "clip", "skip", "too large", "not finite"}
     assert min(seen.values()) >= 20

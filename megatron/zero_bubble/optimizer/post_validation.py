@@ -23,6 +23,10 @@ import torch
 
 from megatron.zero_bubble.optimizer.adaptive import Calm
 from megatron.zero_bubble.optimizer.exchange import Exchange
+from megatron.zero_bubble.optimizer.model_parameters import (
+    steppable_members,
+    write_model_parameters,
+)
 from megatron.zero_bubble.optimizer.ready import clip, prepare_gradients, update_loss_scale
 from megatron.zero_bubble.optimizer.rollback import Rollback, make_rollback
 from megatron.zero_bubble.optimizer.statistics import (
@@ -178,7 +182,7 @@ class PostValidation:
                 exchange.receive_from_after()
             exchange.send_back()
         except BaseException:
-            self._take_back(record)
+            self._take_back(link, record)
             raise
         decision = link.decide(exchange.last)
         record.verdict, self.stop = decision.verdict, decision.stop
@@ -197,9 +201,9 @@ class PostValidation:
             self._rollback = make_rollback(
                 settings.rollback, link.optimizer, on_host=settings.on_host
             )
-        with record.during("optimistic step"):
-            self._rollback.apply()
         try:
+            with record.during("optimistic step"):
+                self._rollback.apply()
             with record.during("run ahead"):
                 self.session.begin_next()
                 self.session.ahead.run()
@@ -207,14 +211,19 @@ class PostValidation:
             # The protocol goes on, so that the step ends as it would have.
             return failed.__cause__
         except BaseException:
-            self._take_back(record)
+            self._take_back(link, record)
             raise
         return None
 
-    def _take_back(self, record: StepRecord) -> None:
-        """Leave this rank as it was before the step, as far as that needs nobody else."""
+    def _take_back(self, link: _Link, record: StepRecord) -> None:
+        """Leave this rank as it was before the step, as far as that needs nobody else.
+
+        Parameters that a distributed optimizer gathered from other ranks stay as gathered, unless
+        forwards gather them anyway (--overlap-param-gather).
+        """
         if record.optimistic and self._rollback is not None:
             self._rollback.undo(publish=False)
+            write_model_parameters(steppable_members(link.optimizer))
         self.session.ahead.discard(0)
 
     def _throw_away(self, link: _Link) -> None:
@@ -254,9 +263,7 @@ class PostValidation:
 
     def _experts_need(self, optimizer: Any, scale: torch.Tensor) -> bool:
         """Whether forwards must be repeated for a new loss scale: auxiliary losses contain it."""
-        if torch.equal(scale, optimizer.get_loss_scale()):
-            return False
-        return self.session.has_experts
+        return self.session.has_experts and not torch.equal(scale, optimizer.get_loss_scale())
 
     def _count(self, link: _Link, verdict: Verdict) -> None:
         names = {Verdict.STEP: "committed", Verdict.CLIP: "clipped"}

@@ -12,7 +12,7 @@ import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
-from megatron.zero_bubble.optimizer.statistics import Norm
+from megatron.zero_bubble.optimizer.statistics import Norm, for_megatron
 
 __all__ = ["clip", "prepare_gradients", "update_loss_scale"]
 
@@ -49,6 +49,7 @@ def _prepare(one: Any) -> bool:
 
 def clip(optimizer: Any, norm: Norm) -> None:
     """Scale gradients that are ready, as Megatron does for this norm."""
+    norm = for_megatron(norm)
     for one in _with_parameters(optimizer):
         if one.config.clip_grad > 0.0:
             clip_grad_by_total_norm_fp32(

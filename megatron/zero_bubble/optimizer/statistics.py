@@ -24,6 +24,7 @@ __all__ = [
     "clips",
     "decide",
     "folded_norm",
+    "for_megatron",
     "has_loss_scale",
     "is_finite",
     "not_finite",
@@ -31,7 +32,10 @@ __all__ = [
 ]
 
 type Norm = float | torch.Tensor
-"""As Megatron has it: a tensor of one fp32 with Transformer Engine, else a float."""
+"""As Megatron has it: a tensor of one fp32 with Transformer Engine, else a float.
+
+A tensor is kept on the host, which decides by it; `for_megatron` moves it to the device.
+"""
 
 
 class Verdict(StrEnum):
@@ -137,9 +141,16 @@ def _root(total: float) -> Norm:
     rounded = torch.tensor([total], dtype=torch.float64).to(torch.float32)
     # Megatron's two ways: on the device with Transformer Engine, on the host without it.
     if getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is not None:
-        return rounded.to("cuda").pow(0.5)
+        # Not behind forwards that have run ahead: the host is about to read it.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return rounded.to("cuda").pow(0.5).cpu()
     root: float = rounded.item() ** 0.5
     return root
+
+
+def for_megatron(norm: Norm) -> Norm:
+    """The norm where Megatron's own functions have it."""
+    return norm.to("cuda") if isinstance(norm, torch.Tensor) else norm
 
 
 def clips(clip_grad: float, norm: Norm) -> bool:

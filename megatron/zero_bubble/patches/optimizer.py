@@ -15,6 +15,7 @@ from megatron.zero_bubble.optimizer.statistics import (
     Layout,
     Norm,
     folded_norm,
+    for_megatron,
     has_loss_scale,
     is_finite,
     not_finite,
@@ -102,7 +103,7 @@ def _canonical(original: Callable[[Any], Norm]) -> Callable[[Any], Norm]:
             # Found in place of the checks that `PostValidation` switches off.
             of_all = {rank: square for squares in parts for rank, square in squares.items()}
             raise not_finite(args.curr_iteration + 1, norm, of_all)
-        return norm
+        return for_megatron(norm)
 
     return get_grad_norm
 

@@ -49,7 +49,15 @@ RELIED_ON = {
     ),
     "megatron.core.optimizer.distrib_optimizer": (
         "DistributedOptimizer.checkpoint_fully_reshardable_formats",
+        "DistributedOptimizer._get_model_param_range_map",
     ),
+    "megatron.core.optimizer.optimizer": (
+        "Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
+        "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
+        "Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling",
+    ),
+    "megatron.core.optimizer.clip_grads": ("l2_norm_impl", "multi_tensor_applier"),
+    "megatron.core.num_microbatches_calculator": ("_GLOBAL_NUM_MICROBATCHES_CALCULATOR",),
     "megatron.core.utils": ("get_model_config", "prepare_input_tensors_for_wgrad_compute"),
 }
 """What the runtime calls by attribute: without a probe it would be missed in the first batch."""
