@@ -4,15 +4,15 @@ A small GPT trains on 4 CPU stages over gloo, and every call of torch.distribute
 Listed is all that spans stages in one iteration: collectives, and messages by channel.
 
 Then the waits between a stage's last W of that iteration and its last run-ahead forward of the next
-one. With post-validation a stage may wait there for no later stage, unless that has done its part
-before its own last B; and for an earlier one only if that does its part before its own
+one. With post-validation a stage may wait there for a later stage only if that does its part at the
+latest with its own last B, and for an earlier one only if that does its part before its own
 run-ahead is over. So nothing that a stage does there depends on what a later one does after its
 last B. Without post-validation the same check has to fail: it is the barrier.
 
 Exit code 1 if either is not so.
 
     .venv/bin/python benchmarks/cross_stage_syncs.py
-    .venv/bin/python benchmarks/cross_stage_syncs.py --schedules zb-h2,zb-v --flags "--bf16"
+    .venv/bin/python benchmarks/cross_stage_syncs.py --schedules zb-h2 --tied --flags=--bf16
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def main() -> int:
     code = 0
     for name in options.schedules:
         try:
-            off, on = (trace(name, [*options.flags, *more]) for more in ([], [FLAG]))
+            off, on = (
+                trace(name, [*options.flags, *more], tied=options.tied) for more in ([], [FLAG])
+            )
         except JobFailed as error:
             print(error, file=sys.stderr)
             return 1
@@ -67,6 +69,9 @@ def parse() -> argparse.Namespace:
         help=f"known: {', '.join(BUILDERS)} (default: %(default)s)",
     )
     parser.add_argument(
+        "--tied", action="store_true", help="one weight for the embedding and the output"
+    )
+    parser.add_argument(
         "--flags",
         type=shlex.split,
         default=[],
@@ -81,7 +86,7 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def trace(schedule: str, more_flags: Sequence[str]) -> Logs:
+def trace(schedule: str, more_flags: Sequence[str], *, tied: bool) -> Logs:
     """Train, and return what the ranks wrote down."""
     flags = megatron_flags(
         schedule,
@@ -90,6 +95,7 @@ def trace(schedule: str, more_flags: Sequence[str]) -> Logs:
         iterations=ITERATIONS,
         hidden=64,
         sequence=32,
+        tied=tied,
     )
     # No step may have to be undone: Megatron's default clips this model's gradients.
     flags += ["--clip-grad", "1e6", *more_flags]

@@ -8,7 +8,7 @@ one clock for all ranks. An entry is one of
 - a call of torch.distributed: what, with whom, from which line of Megatron or ours, and which one
   it is on its line, so that calls of different ranks can be matched;
 - a wait for a call that did not block;
-- a pass of the schedule, and which batch it is of;
+- the beginning and the end of an instruction of the schedule, and which batch it is of;
 - the beginning of a training step.
 """
 
@@ -48,7 +48,6 @@ class Log:
         self.stage = -1
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._inside = False
-        self._began = 0
 
     def wrap(self) -> None:
         """Take the place of torch's functions; to be called before Megatron copies any."""
@@ -120,20 +119,14 @@ class Log:
         self.entries.append({"kind": "step", "begin": time.perf_counter_ns()})
 
     def before(self, instruction: Any) -> None:
-        self._began = time.perf_counter_ns()
+        self._instruction("begin", str(instruction))
 
     def after(self, instruction: Any) -> None:
-        name = str(instruction)
-        self.entries.append(
-            {
-                "kind": "pass",
-                "what": name,
-                "batch": self._counts["pass", name],
-                "begin": self._began,
-                "end": time.perf_counter_ns(),
-            }
-        )
-        self._counts["pass", name] += 1
+        self._instruction("end", str(instruction))
+
+    def _instruction(self, kind: str, name: str) -> None:
+        self.entries.append({"kind": kind, "what": name, "batch": self._counts[kind, name]})
+        self._counts[kind, name] += 1
 
 
 class Awaited:

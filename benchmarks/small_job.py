@@ -25,6 +25,7 @@ def megatron_flags(
     iterations: int,
     hidden: int,
     sequence: int = 256,
+    tied: bool = False,
 ) -> list[str]:
     """Megatron's command line: a GPT of 8 layers on random data, the same in every iteration."""
     return f"""--pipeline-model-parallel-size {stages} --num-layers 8 --hidden-size {hidden}
@@ -32,7 +33,8 @@ def megatron_flags(
         --micro-batch-size 2 --global-batch-size {2 * microbatches} --train-iters {iterations}
         --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
         --split 100,0,0 --eval-interval 1000 --eval-iters 0 --log-interval 1000
-        --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights
+        --hidden-dropout 0 --attention-dropout 0
+        {"" if tied else "--untie-embeddings-and-output-weights"}
         --rerun-mode disabled --pipeline-schedule {schedule}""".split()
 
 

@@ -60,6 +60,9 @@ class Logs:
         ]
         """By stage."""
         self._lengths = run_ahead(program)
+        self._passes = [
+            {str(one) for one in row if isinstance(one, Run)} for row in program.instructions
+        ]
         self._calls: list[dict[tuple[Any, ...], int]] = [
             {
                 (*one["line"], one["direction"], one["number"]): index
@@ -105,51 +108,76 @@ class Logs:
 
     def _between(self, stage: int) -> range:
         """Where in a stage's log it is between the two passes."""
-        return range(self._end_of_batch(stage, Kind.W) + 1, self._end_of_run_ahead(stage) + 1)
+        return range(self._end_of_batch(stage) + 1, self._end_of_run_ahead(stage) + 1)
 
-    def _end_of_batch(self, stage: int, part: Kind) -> int:
-        """Where the last pass that has this part, B or W, is in a stage's log."""
+    def _last(self, stage: int, part: Kind) -> Run:
+        """The last pass of a stage that has this part, B or W."""
         row = self.program.instructions[stage]
-        passes = [one for one in row if isinstance(one, Run) and one.what.kind in (part, Kind.BW)]
-        return self._at(stage, passes[-1], self.batch)
+        return [one for one in row if isinstance(one, Run) and part in one.what.kind][-1]
+
+    def _end_of_batch(self, stage: int) -> int:
+        """Where the end of a stage's last W is in its log."""
+        return self._at(stage, "end", self._last(stage, Kind.W), self.batch)
+
+    def _after_last_b(self, stage: int) -> int:
+        """Where in a stage's log it first does, after its last B, more than to send what is done:
+        it ends another pass or waits for another stage."""
+        begin = self._at(stage, "end", self._last(stage, Kind.B), self.batch) + 1
+        rest = enumerate(self.entries[stage][begin:], begin)
+        return next(index for index, one in rest if self._goes_on(stage, one))
+
+    def _goes_on(self, stage: int, one: Entry) -> bool:
+        if one["kind"] == "end":
+            return one["what"] in self._passes[stage]
+        call = self._waited_for(stage, one)
+        return call is not None and bool(self._others(stage, call))
 
     def _end_of_run_ahead(self, stage: int) -> int:
-        """Where the last pass of a stage's run-ahead is in its log; of the last stage, its last W.
+        """Where the end of a stage's last run-ahead pass is in its log; of the last stage, its last
+        W.
 
         Without post-validation that is where the run-ahead would have ended.
         """
         row = self.program.instructions[stage][: self._lengths[stage]]
         passes = [one for one in row if isinstance(one, Run)]
         if not passes:
-            return self._end_of_batch(stage, Kind.W)
-        return self._at(stage, passes[-1], self.batch + 1)
+            return self._end_of_batch(stage)
+        return self._at(stage, "end", passes[-1], self.batch + 1)
 
-    def _at(self, stage: int, instruction: Instruction, batch: int) -> int:
+    def _at(self, stage: int, kind: str, instruction: Instruction, batch: int) -> int:
+        wanted = kind, str(instruction), batch
         return next(
             index
             for index, one in enumerate(self.entries[stage])
-            if one["kind"] == "pass" and (one["what"], one["batch"]) == (str(instruction), batch)
+            if one["kind"] == kind and (kind, one["what"], one["batch"]) == wanted
         )
 
     def _waits_of(self, stage: int, one: Entry) -> Iterator[Wait]:
-        if one["kind"] == "wait":
-            call = self.entries[stage][one["of"]]
-        elif one["kind"] == "call" and one["blocks"]:
-            call = one
-        else:
+        call = self._waited_for(stage, one)
+        if call is None:
             return
         ms = (one["end"] - one["begin"]) / 1e6
-        ranks: Sequence[int] = call["ranks"] if call["peer"] is None else (call["peer"],)
-        for other in sorted({self.stage_of[rank] for rank in ranks} - {stage}):
+        what = f"message {call['group']}" if call["peer"] is not None else call["what"]
+        for other in self._others(stage, call):
             allowed, why = self._judge(stage, other, call)
-            what = f"message {call['group']}" if call["peer"] is not None else call["what"]
             yield Wait(stage, other, what, call["where"], ms, allowed, why)
+
+    def _waited_for(self, stage: int, one: Entry) -> Entry | None:
+        """The call that a stage waits for in an entry, if it waits."""
+        if one["kind"] == "wait":
+            return self.entries[stage][one["of"]]
+        return one if one["kind"] == "call" and one["blocks"] else None
+
+    def _others(self, stage: int, call: Entry) -> list[int]:
+        """The other stages that take part in a call."""
+        ranks: Sequence[int] = call["ranks"] if call["peer"] is None else (call["peer"],)
+        return sorted({self.stage_of[rank] for rank in ranks} - {stage})
 
     def _judge(self, stage: int, other: int, call: Entry) -> tuple[bool, str]:
         """Whether a stage may wait for another one's part of a call, and what that part was.
 
-        A later stage must have done its part before its own last B, an earlier one at the latest in
-        its run-ahead: what it does after that may depend on later stages.
+        A later stage must have done its part at the latest with its own last B, an earlier one at
+        the latest in its run-ahead: what it does after that may depend on later stages.
         """
         opposite: Mapping[str | None, str | None] = {"send": "receive", "receive": "send"}
         direction = opposite.get(call["direction"])
@@ -157,8 +185,9 @@ class Logs:
         if part is None:
             return False, "it never does its part"
         if other > stage:
-            allowed = part < self._end_of_batch(other, Kind.B)
-            return allowed, f"it does its part {'before' if allowed else 'after'} its last B"
-        # The message leaves after the pass that made it.
-        allowed = part <= self._end_of_run_ahead(other) + 1
+            allowed = part < self._after_last_b(other)
+            return allowed, f"it does its part {'by' if allowed else 'after'} its last B"
+        # What a pass makes is sent after its end.
+        sent = self._end_of_run_ahead(other) + 2
+        allowed = part <= sent
         return allowed, f"it does its part {'before' if allowed else 'after'} its run-ahead's end"

@@ -108,7 +108,7 @@ def _position() -> dict[str, Any]:
     trackers = get_cuda_rng_tracker().get_states()
     return {
         "consumed": get_args().consumed_train_samples,
-        "iteration": get_args().curr_iteration,
+        "iteration": getattr(get_args(), "curr_iteration", None),  # none before the first
         "random": torch.get_rng_state(),
         **{f"random/{name}": state.clone() for name, state in trackers.items()},
     }

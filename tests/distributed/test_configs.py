@@ -15,14 +15,18 @@ from tests.distributed.configs import (
     PLACED,
     PLACED_AXES,
     SCHEDULES,
+    VALIDATED_AXES,
     Config,
     cases,
     covering,
     placed_cases,
+    validated_cases,
 )
 
 
-@pytest.mark.parametrize("axes", [AXES, PLACED_AXES], ids=["linear", "placed"])
+@pytest.mark.parametrize(
+    "axes", [AXES, PLACED_AXES, VALIDATED_AXES], ids=["linear", "placed", "validated"]
+)
 def test_each_pair_of_axis_values_is_in_a_covering_row(
     axes: Mapping[str, Sequence[Any]],
 ) -> None:
@@ -64,3 +68,12 @@ def test_placed_cases_are_the_whole_product_with_a_layer_for_each_chunk() -> Non
     assert len(default) == len(covering(PLACED_AXES)) < len(every) / 5
     # References cost as much as the runs themselves: rows share some.
     assert len({case.config for case in default}) < len(default)
+
+
+def test_validated_cases_are_the_whole_product_and_its_covering_comes_first() -> None:
+    every = [case for case, _ in validated_cases()]
+    assert len(every) == len(set(map(str, every))) == math.prod(map(len, VALIDATED_AXES.values()))
+    default = [case for case, default in validated_cases() if default]
+    assert every[: len(default)] == default
+    assert len(default) == len(covering(VALIDATED_AXES))
+    assert {case.schedule for case in default} == set(VALIDATED_AXES["schedule"])

@@ -158,3 +158,8 @@ def test_a_run_past_its_limit_is_ended_and_says_where_it_was(
     config = Config(iterations=100_000)
     with pytest.raises(TrainingFailed, match=re.compile("did not finish in 8.*Current", re.S)):
         reference_zygote.train(config, tmp_path, limit_s=8)
+
+
+def test_a_run_that_was_to_fail_and_did_not(reference_zygote: Zygote, tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed, match=r"rank 0 of .* did not fail by itself"):
+        reference_zygote.fail(CONFIG, tmp_path)

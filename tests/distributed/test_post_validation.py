@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from tests.distributed.configs import NEVER_CLIPS, ValidatedCase, validated_cases
+from tests.distributed.configs import NEVER_CLIPS, Spike, ValidatedCase, validated_cases
 from tests.distributed.harness import Result, assert_identical_model
 from tests.distributed.observations import check_runtime
 from tests.distributed.validated import (
@@ -53,6 +54,10 @@ def test_post_validation_is_a_synchronous_run(
     assert any(rolled_back(actual).values())
 
 
+SPIKES = tuple(
+    Spike(f"decoder.layers.{layer}.mlp.linear_fc1.weight", iteration, value)
+    for layer, iteration, value in ((3, 7, math.inf), (0, 8, math.nan), (2, 20, math.nan))
+)
 UNCLIPPED = {
     name: (case, default)
     for name, case, default in (
@@ -60,7 +65,8 @@ UNCLIPPED = {
         ("zb_h2", ValidatedCase.of("zb-h2", "deferred", "pp4", "bf16"), False),
         ("zb_h1_dp", ValidatedCase.of("zb-h1", "snapshot", "pp2-dp2", "bf16",
                                       distributed_optimizer=True), False),
-        ("zb_h2_scaled", ValidatedCase.of("zb-h2", "deferred", "pp2", "fp16", dropout=0.1), True),
+        ("zb_h2_skips", ValidatedCase.of("zb-h2", "deferred", "pp2", "fp16", dropout=0.1,
+                                         spikes=SPIKES), True),
         ("zb_v", ValidatedCase.of("zb-v", "deferred", "pp2", "bf16",
                                   distributed_optimizer=True), True),
         ("zb_v_pp4", ValidatedCase.of("zb-v", "snapshot", "pp4", "fp32"), False),
@@ -89,4 +95,5 @@ def test_post_validation_is_megatrons_own_run_where_nothing_clips(
     verdicts = Counter(one["verdict"] for one in actual.ranks[0]["steps"])
     assert verdicts == Counter(outcomes(expected))
     assert verdicts[CLIP] == 0
-    assert actual.ranks[0]["counts"]["committed"] >= 20
+    assert verdicts[SKIP] >= len(config.spikes)
+    assert actual.ranks[0]["counts"]["committed"] >= 18

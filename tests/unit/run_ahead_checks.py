@@ -235,7 +235,7 @@ def a_stage_that_is_gone() -> None:
     recorder = Recorder(1, error=PipelineError("gone"))
     ahead = _begun(recorder)
     recorder.fails_at = ahead._plan(recorder.batch).ahead[-2]
-    with pytest.raises(PipelineError, match="^gone$"):
+    with pytest.raises(PipelineError, match="gone"):
         ahead.run()
     assert not [one for one in recorder.calls if one[0] == "send"]
 

@@ -149,9 +149,9 @@ def order_of_ranks() -> None:
         total = reduce(operator.add, (squares[rank].double() for rank in order))
         seen.add(total.float().item())
         with _group_of(order, squares) as group:
-            chain = chain([], group=group)
-            assert _canonical_norm(chain) == expected, order
-            layout = Layout.of(chain)
+            optimizer = chain([], group=group)
+            assert _canonical_norm(optimizer) == expected, order
+            layout = Layout.of(optimizer)
         rows = torch.tensor([layout.row([one], [False], False) for one in squares.tolist()])
         assert folded_norm([layout.squares(0, rows.double(), order)]) == expected
     assert len(seen) > 1, "the order makes no difference for these numbers"

@@ -1,8 +1,8 @@
 """What ranks tell each other of their gradients, and what follows from it, against Megatron.
 
-The checks are in statistics_checks.py and verdict_checks.py, in a process in CPU mode. `host` and `device` are the two
-ways in which Megatron takes the root of a norm and scales by it, without and with Transformer
-Engine.
+The checks are in statistics_checks.py and verdict_checks.py, in a process in CPU mode. `host` and
+`device` are the two ways in which Megatron takes the root of a norm and scales by it, without and
+with Transformer Engine.
 """
 
 from __future__ import annotations

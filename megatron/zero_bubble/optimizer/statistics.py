@@ -134,7 +134,7 @@ def folded_norm(squares_of_parts: Sequence[Sequence[float]]) -> Norm:
     norms = [_root(sum(squares)) for squares in squares_of_parts]
     if len(norms) == 1:
         return norms[0]
-    return float(sum(float(one) ** 2 for one in norms)) ** 0.5
+    return math.sqrt(sum(one**2 for one in norms))
 
 
 def _root(total: float) -> Norm:

@@ -130,10 +130,10 @@ class _TiedGradient:
     """The gradients of embedding and output layer, which are on two stages.
 
     Each end reduces its gradient over data-parallel ranks by itself, and sends it to the other.
-    Both add the same two, so that the copies stay equal. With up to two data-parallel ranks the
-    bits are those of Megatron, which reduces it within a bucket; with more the order of addition
-    may be another. A distributed optimizer reads a rank's shard only; more than that may be wrong,
-    as it is in Megatron.
+    Both add the same two, so that the copies stay equal. A distributed optimizer has it in a bucket
+    of its own, and reads a rank's shard of it; the rest may be wrong, as in Megatron. Without one
+    Megatron reduces it within a larger bucket, where three ranks or more may be added in another
+    order.
     """
 
     def __init__(
@@ -179,18 +179,35 @@ class _TiedGradient:
             group.grad_reduce_handle.wait()
             return gradient.clone()
         bucket = next(one for one in group.buckets if self.weight in one.params)
+        config = self._model.ddp_config
+        op = dist.ReduceOp.AVG if config.average_in_collective else dist.ReduceOp.SUM
+        if config.use_distributed_optimizer and len(bucket.params) == 1:
+            return self._reduced_as_bucket(bucket, op, group)
         reduced = gradient.clone()
         if bucket.gradient_scaling_factor != 1.0:
             reduced *= bucket.gradient_scaling_factor
-        config = self._model.ddp_config
-        dist.all_reduce(
-            reduced,
-            op=dist.ReduceOp.AVG if config.average_in_collective else dist.ReduceOp.SUM,
-            group=group.intra_distributed_optimizer_instance_group
+        ranks = (
+            group.intra_distributed_optimizer_instance_group
             if config.use_distributed_optimizer
-            else group.data_parallel_group,
+            else group.data_parallel_group
         )
+        dist.all_reduce(reduced, op=op, group=ranks)
         return reduced
+
+    def _reduced_as_bucket(self, bucket: Any, op: Any, group: Any) -> torch.Tensor:
+        """A distributed optimizer has a tied weight in a bucket of its own: that is what adds the
+        values of many ranks in the order in which the bucket itself will be reduced."""
+        assert self.weight is not None
+        ranks = group.intra_distributed_optimizer_instance_group
+        whole = bucket.grad_data.clone()
+        if bucket.gradient_scaling_factor != 1.0:
+            whole *= bucket.gradient_scaling_factor
+        dist.reduce_scatter_tensor(
+            whole.view(ranks.size(), -1)[ranks.rank()], whole, op=op, group=ranks
+        )
+        gradient = self.weight.main_grad
+        start = gradient.storage_offset() - bucket.grad_data.storage_offset()
+        return whole[start : start + gradient.numel()].view_as(gradient)
 
 
 def _check(ddp_config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,8 @@ class ReplayableIterator(Iterator[Any]):
     def __next__(self) -> Any:
         item = self._again.popleft() if self._again else next(self.source)
         if self._taken is not None:
-            self._taken.append(item)
+            # A forward step may take its batch apart.
+            self._taken.append(copy.copy(item))
         return item
 
     def remember(self) -> None:
