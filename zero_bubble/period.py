@@ -41,9 +41,9 @@ def period_with_run_ahead(
     """ms from one iteration to the next with post-validation, none of which has to undo a step.
 
     A stage steps when its own passes have ended and the totals of the earlier stages have come.
-    Then it runs ahead (`zero_bubble.run_ahead`), waits for the result of the validation, passes it
-    on, and goes on. The mean of the cycle in which the stages end up; if they end up in none within
-    200 iterations, that of the last half.
+    Then it runs ahead (`zero_bubble.run_ahead`), waits for the result of the validation, which
+    stages pass on as soon as they have it, and goes on. The mean of the cycle in which the stages
+    end up; if they end up in none within 200 iterations, that of the last half.
 
     Args:
         step: ms of a stage's step, before its run-ahead.
@@ -94,7 +94,9 @@ class _Iterations:
         for stage, row in enumerate(rows):
             here = row[: self._ahead[stage]]
             now.append(self._run(stage, here, known[stage] + self._step)[0])
-        results = self._results_known(known, now)
+        # The last stage knows it first; the others pass it on while they run ahead.
+        last = len(rows) - 1
+        results = [known[last] + self._hop * (last - stage) for stage in range(len(rows))]
         for stage in range(len(rows) - 1):
             now[stage] = max(now[stage], results[stage]) + self._commit
         done = list(self._ahead)
@@ -113,15 +115,6 @@ class _Iterations:
         for end in ends[1:]:
             known.append(max(end, known[-1] + self._hop))
         return known
-
-    def _results_known(self, totals: Sequence[float], ran_ahead: Sequence[float]) -> list[float]:
-        """When each stage has the result, which others pass on after their run-aheads."""
-        results = [totals[-1]]
-        passed_on = totals[-1]
-        for stage in reversed(range(len(totals) - 1)):
-            results.append(passed_on + self._hop)
-            passed_on = max(results[-1], ran_ahead[stage])
-        return results[::-1]
 
     def _run(self, stage: int, passes: Sequence[Pass], now: float) -> tuple[float, int]:
         """Run what can run; when the last of it ends, and how many passes that were."""

@@ -30,9 +30,9 @@ def run_ahead(program: Program) -> tuple[int, ...]:
     with an F and the sending of its result. The last stage has none: it is the first to know.
 
     Stages cannot block each other. Stage 0 waits for no message in its run-ahead, and each other
-    stage only for run-aheads of earlier ones, so all of them end. A stage passes the result on
-    after its run-ahead and waits for it only from the next stage. This holds as long as nobody
-    waits for a message to have left before the result is passed on.
+    stage only for run-aheads of earlier ones, so all of them end. A stage waits for the result only
+    from the next stage, and passes it on at the latest after its run-ahead. This holds as long as
+    nobody waits for a message to have left before the result is passed on.
 
     Receives may be among these instructions whose messages no run-ahead sends, gradients too: they
     stay posted.

@@ -72,6 +72,11 @@ class Recorder:
 
         training.train_step, training.evaluate = recorded_step, recorded_evaluation
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether training has; before, there is nothing to record."""
+        return bool(self._model)
+
     def save(self, path: Path) -> None:
         """Write the record; complete or not at all, so that a file means the rank finished."""
         import torch

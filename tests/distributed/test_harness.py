@@ -162,4 +162,4 @@ def test_a_run_past_its_limit_is_ended_and_says_where_it_was(
 
 def test_a_run_that_was_to_fail_and_did_not(reference_zygote: Zygote, tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed, match=r"rank 0 of .* did not fail by itself"):
-        reference_zygote.fail(CONFIG, tmp_path)
+        reference_zygote.fail(Config(pp=1, iterations=4), tmp_path)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed.configs import NEVER_CLIPS, Spike, ValidatedCase, validated_cases
+from tests.distributed.configs import NEVER_CLIPS, Config, Spike, ValidatedCase, validated_cases
 from tests.distributed.harness import Result, assert_identical_model
 from tests.distributed.observations import check_runtime
 from tests.distributed.validated import (
@@ -84,7 +84,7 @@ UNCLIPPED = {
 def test_post_validation_is_megatrons_own_run_where_nothing_clips(
     case: ValidatedCase,
     reference: Callable[..., Result],
-    from_one_start: Callable[..., object],
+    from_one_start: Callable[[Config], Config],
     train: Train,
 ) -> None:
     """But for the last bit of the norm, which Megatron sums in another order."""

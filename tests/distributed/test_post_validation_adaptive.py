@@ -41,9 +41,8 @@ def test_post_validation_pauses_where_many_steps_clip(
 ) -> None:
     config = ValidatedCase.of("zb-h1", "deferred", "pp2", "fp32", clip_grad=1.25).config
     expected = synchronous(config, "zb-h1")
-    flags = ("--post-validation-window", str(window))
-    flags += ("--post-validation-threshold", str(threshold))
-    actual = train(config, "zb-h1", FLAG, *flags)
+    adaptive = f"--post-validation-window {window} --post-validation-threshold {threshold}"
+    actual = train(config, "zb-h1", FLAG, *adaptive.split())
     off = window == 0 or threshold == 0
     paused = [not off and one for one in agitated(outcomes(expected), window, threshold)]
     assert_validated(

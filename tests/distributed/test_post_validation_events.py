@@ -65,8 +65,8 @@ def test_a_forward_that_raises_leaves_the_step_complete_with_post_validation(
     runs = {}
     for name, flags in (("expected", (CANONICAL,)), ("actual", (FLAG,))):
         directory = tmp_path / name
-        flags = ("--pipeline-schedule", "zb-h2", "--zero-bubble-wait-limit", "20", *flags)
-        runs[name] = zygote.fail(failing, directory, flags)
+        always = ("--pipeline-schedule", "zb-h2", "--zero-bubble-wait-limit", "20")
+        runs[name] = zygote.fail(failing, directory, (*always, *flags))
     expected, actual = runs["expected"], runs["actual"]
     assert len(expected.ranks[0]["iterations"]) == STEP + 1
     assert_identical(expected, actual)

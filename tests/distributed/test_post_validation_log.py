@@ -13,7 +13,7 @@ from tests.distributed.validated import FLAG
 
 SCRIPT = Path(__file__).with_name("logging_rank.py")
 ROOT = SCRIPT.parents[2]
-CONFIG = Config(iterations=8, clip_grad=1.2)
+CONFIG = Config(iterations=8, clip_grad=1.18)
 COUNTS = "post-validation/"
 
 

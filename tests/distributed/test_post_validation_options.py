@@ -31,7 +31,7 @@ OWN = {
     "split_experts": Config(dp=2, extra=EXPERTS),
     "sharded_experts": Config(dp=2, precision="bf16", distributed_optimizer=True, extra=EXPERTS),
     "sgd": Config(extra=("--optimizer", "sgd")),
-    "growing_batch": Config(batch_sizes="0:4 16:8", extra=("--log-interval", "2")),
+    "growing_batch": Config(batch_sizes="0:2 192:4", extra=("--log-interval", "2")),
     "skipped_iteration": Config(extra=("--iterations-to-skip", "5")),
 }
 OPTIONS = {

@@ -160,8 +160,8 @@ ENDS_DEFAULT = {
     ("name", "schedule", "precision", "distributed_optimizer", "rollback"),
     [
         pytest.param(
-            *(row := (name, schedule, precision, distributed_optimizer, rollback)),
-            marks=() if row in ENDS_DEFAULT else pytest.mark.slow,
+            *(end := (name, schedule, precision, distributed_optimizer, rollback)),
+            marks=() if end in ENDS_DEFAULT else pytest.mark.slow,
         )
         for name in ENDS
         for schedule, precision, distributed_optimizer, rollback in (

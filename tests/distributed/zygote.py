@@ -168,7 +168,8 @@ def _be_rank(pretrain_gpt: types.ModuleType, request: dict[str, Any], rank: int)
             # Megatron leaves this way at --exit-interval.
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except Exception:
-            recorder.save(directory / f"rank{rank}.failed.pt")
+            if recorder.has_begun:
+                recorder.save(directory / f"rank{rank}.failed.pt")
             raise
         if code == 0:
             recorder.save(directory / f"rank{rank}.pt")

@@ -162,8 +162,7 @@ def _validate(exchange: Exchange, rank: int, rows: list[list[float]]) -> None:
     assert exchange.rows[known].tolist() == [rows[one] for one in known]
     exchange.send_on()
     exchange.expect_result()
-    exchange.receive_from_after()
-    exchange.send_back()
+    exchange.result()
     assert exchange.rows.tolist() == rows
 
 

@@ -64,7 +64,7 @@ class LongestPaths:
             if stage == self.last:
                 return self.time((iteration, stage, "total"))
             known = self.time((iteration, stage + 1, "result"))
-            return max(known, self.ran_ahead(iteration, stage + 1)) + self.hop
+            return known + self.hop
         assert isinstance(what, Pass)
         index = self.at[stage, what]
         earliest = self.begin(iteration, stage, index)
@@ -73,13 +73,6 @@ class LongestPaths:
             arrives = self.time((iteration, *source)) + self.costs.comm(source[0], stage)
             earliest = max(earliest, arrives)
         return earliest + self.costs.duration(what.kind, stage, what.chunk)
-
-    def ran_ahead(self, iteration: int, stage: int) -> float:
-        if stage == self.last:
-            return 0.0
-        if not self.ahead[stage]:
-            return self.time((iteration, stage, "total")) + self.step
-        return self.time((iteration, stage, self.schedule.passes[stage][self.ahead[stage] - 1]))
 
     def begin(self, iteration: int, stage: int, index: int) -> float:
         """When the stage itself is ready for a pass."""

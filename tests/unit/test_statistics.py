@@ -28,8 +28,9 @@ def test_the_norm_of_many_ranks_is_megatrons_but_for_its_roundings(kind: str, ra
     check("norm_of_many_ranks", kind=kind, ranks=ranks)
 
 
-def test_the_norm_of_chained_optimizers_is_megatrons() -> None:
-    check("norm_of_megatrons_chains")
+@TAILS
+def test_the_norm_of_chained_optimizers_is_megatrons(kind: str) -> None:
+    check("norm_of_megatrons_chains", kind=kind)
 
 
 def test_the_order_in_which_ranks_come_is_no_matter() -> None:
@@ -49,6 +50,8 @@ def test_what_is_clipped_is_what_megatron_clips(kind: str) -> None:
         ("clip", "fp32", "plain", False),
         ("clip", "fp16", "plain", True),
         ("clip", "bf16", "distributed", True),
+        ("overflow", "fp16", "plain", False),
+        ("overflow", "fp16", "distributed", True),
         ("too large", "bf16", "plain", True),
         ("too large", "fp16", "distributed", False),
         ("inf", "fp16", "plain", False),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ class Exchange:
         )
         self.rows = torch.zeros(len(self._stage_of_rank), width, dtype=torch.float64, device="cpu")
         """[ranks, width]; what is not known yet is left from before."""
-        self._result: Receipt | None = None
+        self._result: _Relay | None = None
 
     def known(self, stage: int) -> list[int]:
         """The ranks of all stages up to this one."""
@@ -84,20 +85,35 @@ class Exchange:
             self._send(self.stage + 1, Flow.FORWARD, self.rows[self.known(self.stage)])
 
     def expect_result(self) -> None:
-        """Let the next stage send all rows as soon as it knows them."""
+        """Let all rows come from the next stage, and pass them on as soon as they are here.
+
+        By a thread of its own, for this stage is busy with its run-ahead, and the stages before it
+        need not wait for that.
+        """
         if self.stage < self.last:
-            self._result = self._post(self.stage + 1, Flow.BACKWARD, len(self.rows))
+            receipt = self._post(self.stage + 1, Flow.BACKWARD, len(self.rows))
+            self._result = _Relay(lambda: self._take_result(receipt))
 
-    def receive_from_after(self) -> None:
-        """Learn all rows."""
+    def result(self) -> None:
+        """Learn all rows.
+
+        Raises:
+            PipelineError: the next stage is gone or stuck.
+        """
         if self._result is not None:
-            self.rows.copy_(self._transport.wait(self._result))
-            self._result = None
+            relay, self._result = self._result, None
+            relay.finish()
+        elif self.stage == self.last:
+            self._send_back(self.rows)
 
-    def send_back(self) -> None:
-        """Tell the stage before all rows."""
+    def _take_result(self, receipt: Receipt) -> None:
+        rows = self._transport.wait(receipt)
+        self._send_back(rows)
+        self.rows.copy_(rows)
+
+    def _send_back(self, rows: torch.Tensor) -> None:
         if self.stage > 0:
-            self._send(self.stage - 1, Flow.BACKWARD, self.rows.clone())
+            self._send(self.stage - 1, Flow.BACKWARD, rows.clone())
 
     def finish(self) -> None:
         """Wait until all messages of the last step have left."""
@@ -123,6 +139,30 @@ class Exchange:
                 mine = group
         assert mine is not None
         return mine
+
+
+class _Relay:
+    """Work that goes on beside the caller's until `finish`, which raises what it raised.
+
+    Its thread does not keep a process alive that ends before.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    def finish(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 def _stages_of_all_ranks(stage: int) -> list[int]:

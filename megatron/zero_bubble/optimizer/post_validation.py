@@ -179,8 +179,7 @@ class PostValidation:
             failure = self._ahead_of_the_result(link, record)
         try:
             with record.during("wait for later stages"):
-                exchange.receive_from_after()
-            exchange.send_back()
+                exchange.result()
         except BaseException:
             self._take_back(link, record)
             raise

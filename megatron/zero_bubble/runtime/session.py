@@ -70,6 +70,7 @@ class Session:
         self._programs: dict[tuple[int, bool], Program] = {}
         self.transport: Transport | None = None
         self._prepared: set[int] = set()
+        self._split: set[int] = set()
         self.store = WeightGradStore()
         self.listeners: list[Callable[[BatchRecord], None]] = []
         """Called after every batch."""
@@ -273,19 +274,26 @@ class Session:
     def _prepare_once(
         self, models: Sequence[torch.nn.Module], instructions: Sequence[Instruction], stage: int
     ) -> None:
-        new = [one for one in models if id(one) not in self._prepared]
-        if not new:
-            return
-        self._prepared.update(map(id, new))
-        for prepare in self.preparations:
+        new = self._not_in(self._prepared, models)
+        for prepare in self.preparations if new else ():
             prepare(new)
-        if any(isinstance(one, Run) and one.what.kind is Kind.W for one in instructions):
-            self._split(new, stage)
-        if self.ahead.enabled:
+        # Apart: a schedule without W's may come first, and one with them later.
+        splits = any(isinstance(one, Run) and one.what.kind is Kind.W for one in instructions)
+        unsplit = self._not_in(self._split, models) if splits else []
+        if unsplit:
+            self._split_linears(unsplit, stage)
+        if new and self.ahead.enabled:
             self.across_stages = self._across_stages(models)
-            if self.across_stages.whole_weight is not None:
-                # Its W stays in B.
-                self.store.accumulate.pop(self.across_stages.whole_weight, None)
+        if unsplit and self.across_stages is not None:
+            whole = self.across_stages.whole_weight
+            if whole is not None:  # its W stays in B
+                self.store.accumulate.pop(whole, None)
+
+    def _not_in(self, known: set[int], models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Those models that are not known, which are from now on."""
+        new = [one for one in models if id(one) not in known]
+        known.update(map(id, new))
+        return new
 
     def _across_stages(self, models: Sequence[torch.nn.Module]) -> AcrossStages:
         stage, ranks = self.pipeline()
@@ -300,7 +308,7 @@ class Session:
         tied = get_attr_wrapped_model(models[0], "share_embeddings_and_output_weights")
         return AcrossStages(here, models, get_model_config(models[0]), tied=tied)
 
-    def _split(self, models: list[torch.nn.Module], stage: int) -> None:
+    def _split_linears(self, models: list[torch.nn.Module], stage: int) -> None:
         report = split_linears(models, self.store)
         if report.whole and not report.split:
             raise ConfigurationError(
