@@ -121,6 +121,8 @@ def check_post_validation(args: Any, placement: Placement | None) -> None:
             raise ConfigurationError(rule.complaint(args, ours))
     _check_vision(args)
     _check_timers(args)
+    _check_fp8(args)
+    _check_tied_embeddings(args, placement)
 
 
 def _companions(args: Any) -> Iterator[tuple[str, str]]:
@@ -176,6 +178,39 @@ def _check_timers(args: Any) -> None:
             f"{FLAG} does not work with --timing-log-level {level}: such timers wait for all ranks "
             "in every iteration; add --no-barrier-with-level-1-timing, or use --timing-log-level 0"
         )
+
+
+def _check_fp8(args: Any) -> None:
+    recipe = getattr(args, "fp8_recipe", None)
+    if getattr(args, "fp8", None) and recipe == "delayed":
+        raise ConfigurationError(
+            f"{FLAG} does not work with --fp8-recipe delayed: forward passes that are thrown away "
+            "would stay in its history of maxima; use another recipe"
+        )
+
+
+def _check_tied_embeddings(args: Any, placement: Placement) -> None:
+    tied = not getattr(args, "untie_embeddings_and_output_weights", True)
+    first, last = (placement.owner(end)[0] for end in (0, placement.num_positions - 1))
+    if not tied or first == last:
+        return
+    for flag, attribute, fine in (
+        ("--num-distributed-optimizer-instances", "num_distributed_optimizer_instances", 1),
+        (
+            "--ddp-reduce-scatter-with-fp32-accumulation",
+            "ddp_reduce_scatter_with_fp32_accumulation",
+            False,
+        ),
+    ):
+        value = getattr(args, attribute, fine)
+        if value != fine:
+            shown = "" if value is True else f" {value}"
+            raise ConfigurationError(
+                f"{FLAG} does not work with {flag}{shown} where the embeddings are tied and lie on "
+                f"two stages ({first} and {last}), which reduce their gradients apart; use "
+                "--pipeline-schedule zb-v, which has them on one stage, or add "
+                "--untie-embeddings-and-output-weights"
+            )
 
 
 _STATISTICS = "it sums over all stages in every iteration; leave it out"

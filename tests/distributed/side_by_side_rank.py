@@ -27,6 +27,7 @@ import pretrain_gpt
 from megatron.zero_bubble.arguments import schedule_for
 from megatron.zero_bubble.patches.schedule import current_session
 from zero_bubble.builders import BUILDERS
+from zero_bubble.schedule import Kind
 
 MICROBATCHES = 5
 
@@ -65,6 +66,8 @@ def check_all(forward_step: Any, data_iterator: Any, model: list[Any], *_: Any, 
             losses, ours = gradients(session.forward_backward)
             same(losses, expected_losses, f"{name}, deallocate {deallocate}: losses")
             same(ours, expected, f"{name}, deallocate {deallocate}: gradients")
+            # Layers are split when a schedule first has W's, whichever ran before.
+            assert (session.store.computed > 0) == has_weight_passes(name), name
         config.deallocate_pipeline_outputs = False
 
     # A scaled loss scales every gradient by the same power of two, exactly.
@@ -88,6 +91,12 @@ def check_all(forward_step: Any, data_iterator: Any, model: list[Any], *_: Any, 
     print("side by side: equal", flush=True)
     torch.distributed.barrier()
     raise SystemExit(0)
+
+
+def has_weight_passes(name: str) -> bool:
+    stages = torch.distributed.get_world_size()
+    rows = schedule_for(name, stages, MICROBATCHES).passes
+    return any(one.kind is Kind.W for row in rows for one in row)
 
 
 def with_data(forward_step: Any) -> Any:

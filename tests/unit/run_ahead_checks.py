@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +109,15 @@ def _by_channel(row: Iterable[Any]) -> dict[Channel, list[Receive]]:
     return found
 
 
+@dataclass(frozen=True)
+class Request:
+    """What `RunAhead` reads of a BatchRequest."""
+
+    iterators: tuple[Any, ...]
+    models: tuple[Any, ...] = ()
+    seq_length: int = 4
+
+
 class Recorder:
     """Stands for the transport, the interpreter and the data of a batch; notes what is called."""
 
@@ -118,7 +128,7 @@ class Recorder:
         self.transport, self.fails_at, self.error = self, fails_at, error
         program = lower(build("zb-h1", 4, 8))
         self.data = iter(range(100))
-        self.request: Any = SimpleNamespace(models=(), iterators=(self.data, None))
+        self.request: Any = Request((self.data, None))
         compute = SimpleNamespace(buffer=lambda flow: _tensor())
         self.batch: Any = SimpleNamespace(
             request=self.request, program=program, stage=stage, interpreter=self, compute=compute,
@@ -191,9 +201,20 @@ def another_batch() -> None:
     recorder = Recorder(1)
     ahead = _begun(recorder)
     ahead.run()
-    assert ahead.take(SimpleNamespace(models=(), iterators=())) is None  # type: ignore[arg-type]
+    other: Any = Request(recorder.request.iterators, seq_length=8)
+    assert ahead.take(other) is None
     assert ("discard", {Channel(0, 1, Flow.FORWARD): 4}) in recorder.calls
     assert next(recorder.reader) == 1
+
+
+def other_data() -> None:
+    """Which one rank alone would see: the others would keep what they have."""
+    recorder = Recorder(1)
+    ahead = _begun(recorder)
+    ahead.run()
+    other: Any = Request((iter(()), None))
+    with pytest.raises(RuntimeError, match="another data iterator"):
+        ahead.take(other)
 
 
 def of_some_stages() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.zero_bubble.runtime.host_random import HostRandomStates
 from megatron.zero_bubble.runtime.replay import ReplayableIterator, ReplayableIterators
 
 
@@ -119,3 +124,36 @@ def test_each_source_has_one_replayable_form() -> None:
     del other
     many = [iterators.of(iter([number])) for number in range(50)]
     assert [next(each) for each in many] == list(range(50))
+
+
+def test_a_batch_that_was_taken_apart_is_whole_again() -> None:
+    data = ReplayableIterator(iter([{"tokens": 1, "mask": 2}]))
+    data.remember()
+    next(data).pop("mask")
+    data.rewind()
+    assert next(data) == {"tokens": 1, "mask": 2}
+
+
+def test_what_draws_after_a_read_draws_the_same_again() -> None:
+    """Though reading it again draws nothing: the source drew when it made the item."""
+
+    def source() -> Iterator[tuple[float, float, float]]:
+        while True:
+            yield random.random(), np.random.rand(), torch.rand(1).item()
+
+    def microbatch() -> tuple[Any, ...]:
+        return *next(data), random.random(), np.random.rand(), torch.rand(1).item()
+
+    data = ReplayableIterator(source())
+    begin = HostRandomStates.capture()
+    data.remember()
+    expected = [microbatch() for _ in range(3)]
+    after = random.random()
+    data.rewind()
+    begin.restore()
+    assert [microbatch() for _ in range(3)] == expected
+    assert random.random() == after
+
+
+def test_other_attributes_are_the_sources() -> None:
+    assert ReplayableIterator(iter(range(3))).__length_hint__() == 3

@@ -33,6 +33,10 @@ def test_a_batch_that_nobody_asked_for_is_thrown_away() -> None:
     check("another_batch")
 
 
+def test_a_batch_of_other_data_is_an_error() -> None:
+    check("other_data")
+
+
 def test_stages_that_have_not_run_have_sent_nothing() -> None:
     check("of_some_stages")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.errors import PipelineError
 from megatron.zero_bubble.runtime.transport import Receipt, Transport
 from zero_bubble.program import Channel, Flow
 
@@ -43,6 +45,7 @@ class Exchange:
         self.stage, self.last = stage, len(ranks) - 1
         self._width, self._device = width, device
         self._stage_of_rank = _stages_of_all_ranks(stage)
+        self._wait_limit = wait_limit
         self._peers = self._make_stage_groups()
         below = [Channel(one, one + 1, Flow.FORWARD) for one in range(self.last)]
         above = [Channel(one + 1, one, Flow.BACKWARD) for one in range(self.last)]
@@ -53,7 +56,7 @@ class Exchange:
             backend="gloo",
             device=torch.device("cpu"),
             wait_limit=wait_limit,
-            purpose="zero-bubble validation",
+            purpose="zero-bubble validation of the step",
         )
         self.rows = torch.zeros(len(self._stage_of_rank), width, dtype=torch.float64, device="cpu")
         """[ranks, width]; what is not known yet is left from before."""
@@ -68,7 +71,14 @@ class Exchange:
         mine = torch.tensor(row, dtype=torch.float64, device=self._device)
         ranks = self._ranks_of(self.stage)
         of_all = torch.empty(len(ranks), self._width, dtype=torch.float64, device=self._device)
-        dist.all_gather_into_tensor(of_all, mine.view(1, -1), group=self._peers)
+        try:
+            dist.all_gather_into_tensor(of_all, mine.view(1, -1), group=self._peers)
+        except RuntimeError as error:
+            raise PipelineError(
+                f"stage {self.stage}, statistics of the optimizer's step: rank {dist.get_rank()} "
+                f"lost one of the other ranks of its stage ({ranks}), or waited "
+                f"{self._wait_limit:g} s (the limit) for it; look at their output"
+            ) from error
         self.rows[ranks] = of_all.cpu()
 
     def receive_from_before(self) -> None:
@@ -133,7 +143,9 @@ class Exchange:
         mine = None
         for stage in range(self.last + 1):
             group = dist.new_group(
-                self._ranks_of(stage), group_desc=f"zero-bubble statistics of stage {stage}"
+                self._ranks_of(stage),
+                timeout=timedelta(seconds=self._wait_limit),
+                group_desc=f"zero-bubble statistics of stage {stage}",
             )
             if stage == self.stage:
                 mine = group

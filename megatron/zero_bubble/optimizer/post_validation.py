@@ -121,8 +121,9 @@ class PostValidation:
         self._stepped_once = False
         self._link: _Link | None = None
         self._rollback: Rollback | None = None
+        self._checks = _GradientChecks()
         session.ahead.enabled = True
-        session.preparations.append(_leave_checks_to_us)
+        session.preparations.append(self._checks.take_over)
 
     def step(self, optimizer: Any, synchronous: Callable[[Any], Stepped]) -> Stepped:
         """Megatron's step, or the same without waiting for later stages.
@@ -154,6 +155,8 @@ class PostValidation:
         with record.during("synchronous step"):
             success, norm, zeros = synchronous(optimizer)
         if norm is None:
+            if self._checks.on:
+                raise not_finite(record.iteration, None, {})
             record.verdict = Verdict.SKIP
         elif not success:
             record.verdict = Verdict.TOO_LARGE
@@ -180,9 +183,9 @@ class PostValidation:
         try:
             with record.during("wait for later stages"):
                 exchange.result()
-        except BaseException:
+        except BaseException as error:
             self._take_back(link, record)
-            raise
+            raise error from failure
         decision = link.decide(exchange.last)
         record.verdict, self.stop = decision.verdict, decision.stop
         stepped = self._finish(link, decision, record)
@@ -207,8 +210,15 @@ class PostValidation:
                 self.session.begin_next()
                 self.session.ahead.run()
         except RunAheadFailed as failed:
+            cause = failed.__cause__
+            assert cause is not None
+            if self.session.forwards_need_others:
+                # Other ranks of this stage are stuck in the same forward, and with them the result.
+                self._take_back(link, record)
+                raise cause from None
+            logger.error("a pass that ran ahead raised", exc_info=cause)
             # The protocol goes on, so that the step ends as it would have.
-            return failed.__cause__
+            return cause
         except BaseException:
             self._take_back(link, record)
             raise
@@ -220,10 +230,13 @@ class PostValidation:
         Parameters that a distributed optimizer gathered from other ranks stay as gathered, unless
         forwards gather them anyway (--overlap-param-gather).
         """
-        if record.optimistic and self._rollback is not None:
-            self._rollback.undo(publish=False)
-            write_model_parameters(steppable_members(link.optimizer))
         self.session.ahead.discard(0)
+        if record.optimistic and self._rollback is not None:
+            try:
+                self._rollback.undo(publish=False)
+                write_model_parameters(steppable_members(link.optimizer))
+            except Exception:  # what led here says more
+                logger.exception("the optimistic step could not be undone on this rank")
 
     def _throw_away(self, link: _Link) -> None:
         """All stages throw away what has run ahead; some may not have run at all."""
@@ -292,7 +305,7 @@ class PostValidation:
             device=torch.empty(0, device="cuda").device,
             wait_limit=self.settings.wait_limit,
         )
-        return _Link(optimizer, layout, exchange)
+        return _Link(optimizer, layout, exchange, self._checks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +315,7 @@ class _Link:
     optimizer: Any
     layout: Layout
     exchange: Exchange
+    checks: _GradientChecks
 
     def own_row(self, stop: bool) -> list[float]:
         """This rank's row; its gradients are ready then."""
@@ -313,7 +327,8 @@ class _Link:
     def decide(self, stage: int) -> Decision:
         """What the stages up to this one say."""
         exchange = self.exchange
-        return decide(self.optimizer, self.layout, exchange.rows, exchange.known(stage))
+        known = exchange.known(stage)
+        return decide(self.optimizer, self.layout, exchange.rows, known, strict=self.checks.on)
 
     def goes(self, stage: int) -> bool:
         """Whether a stage steps optimistically; known to it, and to all once they know all."""
@@ -327,12 +342,20 @@ class _Link:
         return dict(enumerate(self.exchange.rows[:, : len(self.layout.parts)].sum(1).tolist()))
 
 
-def _leave_checks_to_us(models: Sequence[torch.nn.Module]) -> None:
-    """Megatron's look for NaN in gradients ends the one rank that finds it, before others know.
+class _GradientChecks:
+    """Megatron's look for NaN and Inf in gradients, bucket by bucket, before they are reduced.
 
-    The norm shows the same, to all ranks at once.
+    It ends the one rank that finds it, before others know. The norm shows the same, to all ranks at
+    once. Megatron looks, unless told not to, in all runs without a dynamic loss scale.
     """
-    for model in models:
-        ddp_config = getattr(model, "ddp_config", None)
-        if ddp_config is not None:
-            ddp_config.check_for_nan_in_grad = False
+
+    def __init__(self) -> None:
+        self.on = False
+        """Whether Megatron would have looked."""
+
+    def take_over(self, models: Sequence[torch.nn.Module]) -> None:
+        for model in models:
+            ddp_config: Any = getattr(model, "ddp_config", None)
+            if getattr(ddp_config, "check_for_nan_in_grad", False):
+                self.on = True
+                ddp_config.check_for_nan_in_grad = False

@@ -8,9 +8,11 @@ no backend's order of addition, and a rank that has all rows can compute it alon
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import reduce
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ class Verdict(StrEnum):
     TOO_LARGE = "too large"
     """The norm is above --grad-norm-skip-threshold."""
     NOT_FINITE = "not finite"
-    """A gradient is not finite, and there is no loss scale: an error."""
+    """A gradient is not finite, and nothing takes care of it: an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,9 @@ def own_square(subs: Sequence[Any]) -> torch.Tensor:
 
 def folded_norm(squares_of_parts: Sequence[Sequence[float]]) -> Norm:
     """The norm, from the squared norms of each part's ranks in the order of ranks."""
-    norms = [_root(sum(squares)) for squares in squares_of_parts]
+    # Not by `sum`, which compensates for rounding since Python 3.12: this addition is one that any
+    # program can repeat, and a larger number never makes it smaller.
+    norms = [_root(reduce(operator.add, squares, 0.0)) for squares in squares_of_parts]
     if len(norms) == 1:
         return norms[0]
     return math.sqrt(sum(one**2 for one in norms))
@@ -158,17 +162,25 @@ def clips(clip_grad: float, norm: Norm) -> bool:
     return clip_grad > 0.0 and bool(clip_grad / (norm + 1.0e-6) < 1.0)
 
 
-def decide(optimizer: Any, layout: Layout, rows: torch.Tensor, known: Sequence[int]) -> Decision:
+def decide(
+    optimizer: Any,
+    layout: Layout,
+    rows: torch.Tensor,
+    known: Sequence[int],
+    *,
+    strict: bool = False,
+) -> Decision:
     """What the rows of the known ranks say.
 
-    With all rows it is the step's result. With those of the first stages only, everything but STEP
+    ``strict`` takes a gradient that is not finite for an error under a loss scale too. With all
+    rows it is the step's result. With those of the first stages only, everything but STEP
     stays true whatever the others find, but for the norm.
     """
     config = optimizer.config
     infs = tuple(layout.found_inf(sub, rows, known) for sub in range(len(layout.members)))
     stop = layout.stops(rows, known)
     if any(infs):
-        return Decision(Verdict.SKIP, None, infs, stop)
+        return Decision(Verdict.NOT_FINITE if strict else Verdict.SKIP, None, infs, stop)
     norm = folded_norm([layout.squares(part, rows, known) for part in range(len(layout.parts))])
     if not is_finite(norm) and not has_loss_scale(optimizer):
         verdict = Verdict.NOT_FINITE
@@ -200,7 +212,8 @@ def not_finite(iteration: int, norm: Norm | None, squares: Mapping[int, float]) 
     """
     ranks = [str(rank) for rank, square in squares.items() if not math.isfinite(square)]
     where = f"gradients of ranks {', '.join(ranks)}" if ranks else "gradients"
+    value = float("nan") if norm is None else float(norm)
     return RuntimeError(
-        f"iteration {iteration}: Unexpected result {norm} (message='the norm of the {where} is not "
-        "finite; parameters and optimizer are as before the step')"
+        f"iteration {iteration}: Unexpected result {value} (message='the norm of the {where} is "
+        "not finite; parameters and optimizer are as before the step')"
     )

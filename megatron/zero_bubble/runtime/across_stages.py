@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.runtime.transport import Receipt, Transport
 from zero_bubble.placement import Placement
 from zero_bubble.program import Channel, Flow
@@ -156,7 +155,6 @@ class _TiedGradient:
                 self._out, self._in = channels
                 self._model, inner = _end_of_model(models, attribute)
                 self.weight = inner.shared_embedding_or_output_weight()
-                _check(self._model.ddp_config)
 
     def backward_done(self, chunk: int) -> None:
         if self.weight is None or chunk != self._chunk or not self.weight.requires_grad:
@@ -208,20 +206,6 @@ class _TiedGradient:
         gradient = self.weight.main_grad
         start = gradient.storage_offset() - bucket.grad_data.storage_offset()
         return whole[start : start + gradient.numel()].view_as(gradient)
-
-
-def _check(ddp_config: Any) -> None:
-    for attribute, fine in (
-        ("num_distributed_optimizer_instances", 1),
-        ("reduce_scatter_with_fp32_accumulation", False),
-    ):
-        value = getattr(ddp_config, attribute, fine)
-        if value != fine:
-            raise ConfigurationError(
-                f"--optimizer-post-validation with tied embeddings on two stages does not work "
-                f"with --{attribute.replace('_', '-')} {value}: use --pipeline-schedule zb-v, "
-                "which has them on one stage, or --untie-embeddings-and-output-weights"
-            )
 
 
 def _owner(here: Neighbourhood, end: int) -> tuple[int, int]:

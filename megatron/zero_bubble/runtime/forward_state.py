@@ -6,14 +6,14 @@ Forwards that may be thrown away run after `ForwardState.capture`, between `set_
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron.zero_bubble.runtime.host_random import HostRandomStates
 
 __all__ = ["ForwardState"]
 
@@ -22,28 +22,23 @@ __all__ = ["ForwardState"]
 class _RandomStates:
     """All that Megatron saves in a checkpoint as random state."""
 
-    python: Any
-    numpy: Any
-    torch: torch.Tensor
+    host: HostRandomStates
     cuda: torch.Tensor
-    tracker: dict[str, torch.Tensor]
+    tracker: dict[str, Any]
 
     @classmethod
     def capture(cls) -> _RandomStates:
+        tracker = get_cuda_rng_tracker().get_states()
         return cls(
-            random.getstate(),
-            np.random.get_state(),
-            torch.get_rng_state(),
+            HostRandomStates.capture(),
             torch.cuda.get_rng_state(),
-            {name: _copied(state) for name, state in get_cuda_rng_tracker().get_states().items()},
+            {name: _copied(state) for name, state in tracker.items()},
         )
 
     def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
+        self.host.restore()
         torch.cuda.set_rng_state(self.cuda)
-        get_cuda_rng_tracker().set_states(self.tracker)
+        get_cuda_rng_tracker().set_states(dict(self.tracker))
 
 
 class ForwardState:
@@ -51,7 +46,7 @@ class ForwardState:
 
     def __init__(self, models: Sequence[torch.nn.Module], *, moe: bool) -> None:
         self._random = _RandomStates.capture()
-        self._buffers = [(one, one.detach().clone()) for one in _buffers(models)]
+        self._buffers = [(*one, one[-1].detach().clone()) for one in _buffers(models)]
         self._metrics = _SetAsideMetrics() if moe else None
 
     @classmethod
@@ -63,8 +58,8 @@ class ForwardState:
         """Go back; the statistics set aside are dropped."""
         self._random.restore()
         with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+            for module, name, buffer, value in self._buffers:
+                module._buffers[name] = buffer.copy_(value)
         self.release()
         self._metrics = None
 
@@ -111,11 +106,16 @@ class _SetAsideMetrics:
             present.needs_dp_avg = entry.needs_dp_avg
 
 
-def _buffers(models: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    # Not by `buffers`: Megatron's DistributedDataParallel has an attribute of that name.
+def _buffers(
+    models: Sequence[torch.nn.Module],
+) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """(module, name, buffer) of each; a forward may change a buffer or put another in its place."""
+    # Not by `named_buffers`: Megatron's DistributedDataParallel has an attribute `buffers`.
     for model in models:
         for module in model.modules():
-            yield from (one for one in module._buffers.values() if one is not None)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield module, name, buffer
 
 
 def _has_experts(model: torch.nn.Module) -> bool:

@@ -5,9 +5,23 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from megatron.zero_bubble.runtime.host_random import HostRandomStates
+
 __all__ = ["ReplayableIterator", "ReplayableIterators"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """An item, and what the host's random generators were after it had been read.
+
+    Reading it again draws nothing, and whatever draws after it must draw the same as before.
+    """
+
+    item: Any
+    after: HostRandomStates
 
 
 class ReplayableIterator(Iterator[Any]):
@@ -15,15 +29,24 @@ class ReplayableIterator(Iterator[Any]):
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
-        self._again: deque[Any] = deque()
-        self._taken: list[Any] | None = None
+        self._again: deque[_Read] = deque()
+        self._taken: list[_Read] | None = None
 
     def __next__(self) -> Any:
-        item = self._again.popleft() if self._again else next(self.source)
+        if self._again:
+            read = self._again.popleft()
+            read.after.restore()
+            item = read.item
+        else:
+            item = next(self.source)
         if self._taken is not None:
-            # A forward step may take its batch apart.
-            self._taken.append(copy.copy(item))
+            # A copy, for a forward step may take its batch apart.
+            self._taken.append(_Read(copy.copy(item), HostRandomStates.capture()))
         return item
+
+    def __getattr__(self, name: str) -> Any:
+        # A forward step may know its iterator by more than `next`.
+        return getattr(self.source, name)
 
     def remember(self) -> None:
         """Keep what is read from now on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,12 @@ class RunAhead:
         if batch is None:
             return None
         if batch.request != request:
+            if replace(batch.request, iterators=request.iterators) == request:
+                raise RuntimeError(
+                    "the training loop reads from another data iterator than in the iteration "
+                    "before, but with --optimizer-post-validation a part of this batch has been "
+                    "read already: keep the iterator, or leave the flag out"
+                )
             logger.warning(
                 "forwards of the next batch are thrown away, since another batch is asked for"
             )
@@ -176,8 +182,10 @@ def _plan(program: Program, stage: int) -> _Plan:
         for channel, count in sent_ahead(program, lengths, source).items():
             if channel.target == stage:
                 arriving[channel] += count
-    # A receive of what is sent later only could not be given back: it waits for the second part.
-    left = Counter(arriving)
+    # A receive could not be given back that no run-ahead answers, or only that of a later stage,
+    # which may not run ahead where this one does. Nothing reads these here: they wait for the
+    # second part.
+    left = Counter({one: count for one, count in arriving.items() if one.source < stage})
     row, length = program.instructions[stage], lengths[stage]
     ahead: list[Instruction] = []
     later: list[Instruction] = []

@@ -271,6 +271,21 @@ class Session:
         config = None if request is None else get_model_config(request.models[0])
         return getattr(config, "num_moe_experts", None) is not None
 
+    @property
+    def forwards_need_others(self) -> bool:
+        """Whether a forward waits for other ranks of the same stage, so that one alone cannot
+        fail."""
+        if self._last_request is None:
+            return False
+        model = self._last_request.models[0]
+        config, ddp_config = get_model_config(model), getattr(model, "ddp_config", None)
+        return (
+            config.tensor_model_parallel_size > 1
+            or config.context_parallel_size > 1
+            or config.expert_model_parallel_size > 1
+            or bool(getattr(ddp_config, "overlap_param_gather", False))
+        )
+
     def _prepare_once(
         self, models: Sequence[torch.nn.Module], instructions: Sequence[Instruction], stage: int
     ) -> None:

@@ -18,6 +18,7 @@ from zero_bubble.program import Channel
 __all__ = ["Receipt", "Transport"]
 
 CONNECT_SECONDS = 300.0
+PURPOSE = "zero-bubble"
 
 
 class Work(Protocol):
@@ -66,7 +67,7 @@ class Transport:
         backend: str,
         device: torch.device,
         wait_limit: float,
-        purpose: str = "zero-bubble",
+        purpose: str = PURPOSE,
     ) -> None:
         self._stage, self._ranks, self._device = stage, tuple(ranks), device
         self._wait_limit, self._purpose = wait_limit, purpose
@@ -186,6 +187,11 @@ class Transport:
         with self._blaming(channel):
             work.wait(timedelta(seconds=self._wait_limit))
 
+    def _whose_channel(self) -> str:
+        return (
+            "" if self._purpose == PURPOSE else f" ({self._purpose.removeprefix('zero-bubble ')})"
+        )
+
     @contextmanager
     def _blaming(self, channel: Channel) -> Iterator[None]:
         """Say which channel and stage an error of the backend is about."""
@@ -200,7 +206,7 @@ class Transport:
                 else "lost the connection of"
             )
             raise PipelineError(
-                f"{what} channel {channel}, whose other end is stage {peer} "
+                f"{what} channel {channel}{self._whose_channel()}, whose other end is stage {peer} "
                 f"(rank {self._ranks[peer]}): "
                 + ("that stage is stuck" if timed_out else "that stage's process ended")
                 + "; look at its own output"
