@@ -5,6 +5,7 @@ is being taken. ``what`` is
 
     late         the last W of the iteration begins only when all other stages have run ahead
     raise        the first forward of the next iteration raises, in run-ahead where there is one
+    raise-alone  the same, on the first tensor-parallel rank of the stage only
     terminate    the process gets SIGTERM in that forward
     save         all ranks save a checkpoint after the step, which no flag asked for
 """
@@ -86,6 +87,13 @@ def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _fail_alone() -> None:
+    from megatron.core import parallel_state
+
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        _fail()
+
+
 def _in_next_forward(happen: Callable[[], None]) -> Callable[[int, int, Path], None]:
     def prepare(stage: int, iteration: int, directory: Path) -> None:
         from megatron.zero_bubble.runtime.compute import MegatronCompute
@@ -133,6 +141,7 @@ def _save(stage: int, iteration: int, directory: Path) -> None:
 _HAPPENINGS: dict[str, Callable[[int, int, Path], None]] = {
     "late": _late,
     "raise": _in_next_forward(_fail),
+    "raise-alone": _in_next_forward(_fail_alone),
     "terminate": _in_next_forward(_terminate),
     "save": _save,
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.configs import Config
+from tests.distributed.configs import Config, Spike
 from tests.distributed.happenings import MESSAGE
 from tests.distributed.harness import Result, Zygote, assert_identical
 from tests.distributed.validated import FLAG
@@ -79,6 +81,61 @@ def test_a_forward_that_raises_leaves_the_step_complete_with_post_validation(
         log = run.logs[stage]
         assert f"ArithmeticError: {MESSAGE}" in log
         assert f"raised on stage {stage}, pass 0F0" in log
+
+
+def test_a_rank_that_fails_alone_takes_its_peers_along_with_post_validation(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """They wait for it within the same forward: nobody waits until the limit, and it says why."""
+    alone = config("raise-alone", 0, pp=3, tp=2, layers=3)
+    flags = ("--pipeline-schedule", "zb-h2", "--zero-bubble-wait-limit", "60", FLAG)
+    failed = zygote.fail(alone, tmp_path, flags)
+    assert f"ArithmeticError: {MESSAGE}" in failed.logs[0]
+    for log in failed.logs[1:]:
+        assert "waited 60 s" not in log
+
+
+def test_a_constant_loss_scale_hides_nothing_with_post_validation(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """Megatron's check for NaN and Inf is off under a dynamic loss scale only."""
+    spike = Spike("decoder.layers.3.mlp.linear_fc1.weight", STEP, math.inf)
+    scaled = Config(precision="bf16", spikes=(spike,), extra=("--loss-scale", "128"))
+    failed = zygote.fail(scaled, tmp_path, ("--pipeline-schedule", "zb-h1", FLAG))
+    for log in failed.logs:
+        assert "gradients of ranks 1 is not finite" in log.rstrip().splitlines()[-1]
+
+
+PLACED = {
+    "format": "zero-bubble schedule",
+    "version": 1,
+    "name": "crossed",
+    "placement": [[0, 7], [1, 3], [2, 5], [4, 6]],
+    "num_microbatches": 4,
+    "passes": [
+        "0F0 0F1 0F2 0F3 1F0 1I0 1F1 1I1 1W0 1W1 0I0 1F2 "
+        "1I2 1F3 0I1 1I3 0W0 0W1 1W2 0I2 0W2 1W3 0I3 0W3",
+        "0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3 1I0 1W0 0I0 0W0 "
+        "1I1 1W1 0I1 0W1 1I2 1W2 0I2 0W2 1I3 1W3 0I3 0W3",
+        "0F0 0F1 1F0 1F1 0F2 0F3 1I0 1F2 1W0 0I0 1I1 1F3 "
+        "0W0 0I1 1W1 1I2 0W1 1W2 0I2 1I3 0W2 1W3 0I3 0W3",
+        "0F0 0F1 1F0 1F1 1I0 0F2 0I0 1I1 0F3 1F2 0I1 1F3 "
+        "1W0 1I2 0W0 0I2 1I3 1W1 0W1 0I3 1W2 0W2 1W3 0W3",
+    ],
+}
+"""Stage 2 sends to stage 1 what is not stage 1's to run ahead with."""
+
+
+def test_some_stages_undo_a_step_that_others_never_took_under_post_validation(
+    train: Train, tmp_path: Path
+) -> None:
+    path = tmp_path / "crossed.json"
+    path.write_text(json.dumps(PLACED))
+    spike = Spike("decoder.layers.2.mlp.linear_fc1.weight", 4, 1e4)
+    spiked = Config(pp=4, layers=8, microbatches=4, iterations=8, clip_grad=10.0, spikes=(spike,))
+    expected, actual = (train(spiked, str(path), flag) for flag in (CANONICAL, FLAG))
+    assert_identical(expected, actual)
+    assert [rank["steps"][4]["optimistic"] for rank in actual.ranks].count(True) == 2
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
