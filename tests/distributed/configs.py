@@ -237,8 +237,8 @@ _GRIDS = (Config(tp=2), Config(dp=2), Config(dp=2, precision="bf16", distributed
 
 VALIDATED_AXES: Mapping[str, Sequence[Any]] = {
     "precision": ("fp32", "bf16", "fp16"),
-    "ranks": ("pp2", "pp4", "pp2-dp2"),
     "schedule": ("zb-h1", "zb-h2", "zb-v"),
+    "ranks": ("pp2", "pp4", "pp2-dp2"),
     "distributed_optimizer": (False, True),
     "rollback": ("deferred", "snapshot"),
     "dropout": (0.0, 0.1),

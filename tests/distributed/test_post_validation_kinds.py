@@ -49,7 +49,7 @@ STATES = {
     "sharded": Config(precision="bf16", distributed_optimizer=True, dp=2, extra=OVERLAP),
     "sharded_fp32": Config(distributed_optimizer=True, dp=2, extra=OVERLAP),
 }
-DEFAULT = {("snapshot_on_host", "sharded"), ("snapshot", "sgd_fp32")}
+DEFAULT = {("snapshot_on_host", "sgd"), ("snapshot", "sharded")}
 
 
 @pytest.mark.parametrize(

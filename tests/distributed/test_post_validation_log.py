@@ -31,6 +31,7 @@ def scalars(directory: Path, *flags: str) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_tensorboard_of_post_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     expected = scalars(tmp_path / "expected", "--canonical-grad-norm")
