@@ -117,10 +117,8 @@ def refuse_yaml(args: Any) -> None:
     Raises:
         ConfigurationError: a schedule of ours together with such a file.
     """
-    asked = getattr(args, "enable_zero_bubble", False) or args.pipeline_schedule not in (
-        None,
-        MEGATRON,
-    )
+    schedule = getattr(args, "pipeline_schedule", None)
+    asked = getattr(args, "enable_zero_bubble", False) or schedule not in (None, MEGATRON)
     if asked and getattr(args, "yaml_cfg", None) is not None:
         raise ConfigurationError(
             f"--yaml-cfg {args.yaml_cfg} does not work with --pipeline-schedule: give the file's "

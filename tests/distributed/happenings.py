@@ -6,6 +6,7 @@ is being taken. ``what`` is
     late         the last W of the iteration begins only when all other stages have run ahead
     raise        the first forward of the next iteration raises, in run-ahead where there is one
     raise-alone  the same, on the first tensor-parallel rank of the stage only
+    slow         the stage is slow to run ahead, in any iteration
     terminate    the process gets SIGTERM in that forward
     save         all ranks save a checkpoint after the step, which no flag asked for
 """
@@ -68,6 +69,19 @@ def _late(stage: int, iteration: int, directory: Path) -> None:
 
     RunAhead.run = run_and_tell  # type: ignore[method-assign]
     MegatronCompute.weight = weight_when_all_are_ahead  # type: ignore[method-assign]
+
+
+def _slow(stage: int, iteration: int, directory: Path) -> None:
+    from megatron.zero_bubble.runtime.run_ahead import RunAhead
+
+    run = RunAhead.run
+
+    def run_slowly(self: Any) -> None:
+        if _stage() == stage:
+            time.sleep(1.0)
+        run(self)
+
+    RunAhead.run = run_slowly  # type: ignore[method-assign]
 
 
 def _wait_for(paths: list[Path]) -> None:
@@ -142,6 +156,7 @@ _HAPPENINGS: dict[str, Callable[[int, int, Path], None]] = {
     "late": _late,
     "raise": _in_next_forward(_fail),
     "raise-alone": _in_next_forward(_fail_alone),
+    "slow": _slow,
     "terminate": _in_next_forward(_terminate),
     "save": _save,
 }

@@ -106,6 +106,18 @@ def test_a_constant_loss_scale_hides_nothing_with_post_validation(
         assert "gradients of ranks 1 is not finite" in log.rstrip().splitlines()[-1]
 
 
+def test_all_ranks_end_by_one_error_though_one_is_slow_to_run_ahead_with_post_validation(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """What it sends then, nobody wants; those that are done receive it all the same."""
+    spike = Spike("decoder.layers.1.mlp.linear_fc1.weight", 2, math.nan)
+    slow = Config(pp=3, layers=3, spikes=(spike,), happening="slow:0:0")
+    failed = zygote.fail(slow, tmp_path, ("--pipeline-schedule", "zb-h2", FLAG))
+    for log in failed.logs:
+        error = log.rstrip().splitlines()[-1]
+        assert error.startswith("RuntimeError: iteration 3: Unexpected result"), error
+
+
 PLACED = {
     "format": "zero-bubble schedule",
     "version": 1,

@@ -260,6 +260,9 @@ class PostValidation:
                     self._rollback.undo(publish=verdict is not Verdict.CLIP)
         if verdict is Verdict.NOT_FINITE:
             self._throw_away(link)
+            # Others are to end by this error too, not by the loss of this rank.
+            self.session.drain()
+            link.exchange.finish()
             raise not_finite(record.iteration, decision.norm, link.squares())
         update_loss_scale(optimizer, decision.found_inf)
         if verdict is not Verdict.STEP or decision.stop or self._experts_need(optimizer, scale):

@@ -256,6 +256,11 @@ class Session:
                 listener(record)
         return compute.losses
 
+    def drain(self) -> None:
+        """Wait until all messages between stages have left, and those thrown away have come."""
+        if self.transport is not None:
+            self.transport.drain()
+
     def pipeline(self) -> tuple[int, tuple[int, ...]]:
         """This stage, and the global rank of every stage of this pipeline."""
         group = _groups(self._last_request).pp
