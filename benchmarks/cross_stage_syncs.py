@@ -44,13 +44,7 @@ def main() -> int:
     options = parse()
     code = 0
     for name in options.schedules:
-        try:
-            off, on = (
-                trace(name, [*options.flags, *more], tied=options.tied) for more in ([], [FLAG])
-            )
-        except JobFailed as error:
-            print(error, file=sys.stderr)
-            return 1
+        off, on = (trace(name, [*options.flags, *more], tied=options.tied) for more in ([], [FLAG]))
         print(f"{name}, {STAGES} stages, {MICROBATCHES} microbatches, one iteration\n")
         list_syncs(off, on)
         for title, logs in (("without", off), ("with", on)):
@@ -101,12 +95,15 @@ def trace(schedule: str, more_flags: Sequence[str], *, tied: bool) -> Logs:
     flags += ["--clip-grad", "1e6", *more_flags]
     script = Path(__file__).with_name("cross_stage_worker.py")
     with tempfile.TemporaryDirectory() as scratch:
-        run_ranks(
-            [str(script), scratch, *flags],
-            STAGES,
-            logs=Path(scratch),
-            time_limit=SECONDS,
-        )
+        try:
+            run_ranks(
+                [str(script), scratch, *flags],
+                STAGES,
+                logs=Path(scratch),
+                time_limit=SECONDS,
+            )
+        except JobFailed as error:  # its message quotes the logs, which are still there
+            sys.exit(str(error))
         return Logs(Path(scratch), lower(build(schedule, STAGES, MICROBATCHES)), TRACED)
 
 

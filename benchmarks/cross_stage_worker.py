@@ -18,8 +18,9 @@ import inspect
 import json
 import os
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -47,7 +48,8 @@ class Log:
         self.entries: list[dict[str, Any]] = []
         self.stage = -1
         self._counts: Counter[tuple[Any, ...]] = Counter()
-        self._inside = False
+        self._here = threading.local()
+        self._waits_of: defaultdict[int | None, list[int]] = defaultdict(list)
 
     def wrap(self) -> None:
         """Take the place of torch's functions; to be called before Megatron copies any."""
@@ -57,20 +59,42 @@ class Log:
             for module in (dist, dist.distributed_c10d):
                 if getattr(module, name, None) is original:
                     setattr(module, name, wrapped)
+        self._watch_joins()
+
+    def _watch_joins(self) -> None:
+        """What another thread waits for, the stage waits for when it joins that thread."""
+        join = threading.Thread.join
+
+        @wraps(join)
+        def watched(thread: threading.Thread, timeout: float | None = None) -> None:
+            begin = time.perf_counter_ns()
+            join(thread, timeout)
+            for index in self._waits_of.pop(thread.ident, ()):
+                self.waited(index, begin)
+
+        threading.Thread.join = watched  # type: ignore[method-assign]
+
+    def waited(self, index: int, begin: int) -> None:
+        """A wait for the call of this entry is over."""
+        if threading.current_thread() is threading.main_thread():
+            end = time.perf_counter_ns()
+            self.entries.append({"kind": "wait", "of": index, "begin": begin, "end": end})
+        else:
+            self._waits_of[threading.get_ident()].append(index)
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         @wraps(original)
         def call(*given: Any, **options: Any) -> Any:
-            if self._inside:  # torch makes some of others
+            if getattr(self._here, "inside", False):  # torch makes some of others
                 return original(*given, **options)
             begin, where = time.perf_counter_ns(), caller()
-            self._inside = True
+            self._here.inside = True
             try:
                 result = original(*given, **options)
             finally:
-                self._inside = False
+                self._here.inside = False
             entry = self._entry(name, signature.bind(*given, **options).arguments, result)
             if entry is None:
                 return result
@@ -136,9 +160,9 @@ class Awaited:
         self._work, self._index, self._log = work, index, log
 
     def wait(self, *given: Any, **options: Any) -> Any:
-        entry = {"kind": "wait", "of": self._index, "begin": time.perf_counter_ns()}
+        begin = time.perf_counter_ns()
         result = self._work.wait(*given, **options)
-        self._log.entries.append({**entry, "end": time.perf_counter_ns()})
+        self._log.waited(self._index, begin)
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -112,13 +112,19 @@ def check_post_validation(args: Any, placement: Placement | None) -> None:
     _check_companions(args)
     if placement is None:
         raise ConfigurationError(
-            f"{FLAG} needs a schedule that can run ahead, but --pipeline-schedule is megatron: "
-            f"choose another (zb-h1, say), or leave {FLAG} out"
+            f"{FLAG} needs one of this project's schedules, but --pipeline-schedule is megatron: "
+            "choose another (zb-v, say) for a pipeline of two stages or more, or leave "
+            f"{FLAG} out"
         )
     for rule in (*_RULES, *(_INPLACE_RULES if args.rollback == "inplace" else ())):
         if rule.broken(args):
             ours = f"{FLAG} with --rollback inplace" if rule in _INPLACE_RULES else FLAG
             raise ConfigurationError(rule.complaint(args, ours))
+    if args.rollback == "inplace" and getattr(args, "rank", 0) == 0:
+        logger.warning(
+            "--rollback inplace undoes steps up to rounding: after the first one that is undone, "
+            "losses are no longer those of a synchronous run"
+        )
     _check_vision(args)
     _check_timers(args)
     _check_fp8(args)
@@ -153,12 +159,12 @@ def _check_companions(args: Any) -> None:
     if args.post_validation_window < 0:
         raise ConfigurationError(
             f"--post-validation-window {args.post_validation_window}: must be a number of steps, "
-            "or 0 to switch it off"
+            "or 0 to step optimistically however many are clipped"
         )
     if not 0 <= args.post_validation_threshold <= 1:
         raise ConfigurationError(
             f"--post-validation-threshold {args.post_validation_threshold:g}: must be a fraction "
-            "from 0 to 1, where 0 switches it off"
+            "from 0 to 1, where 0 steps optimistically however many are clipped"
         )
 
 

@@ -136,7 +136,8 @@ def test_copies_on_the_host_are_those_of_snapshot(kind: str | None) -> None:
 
 def test_a_window_below_zero() -> None:
     assert complaint(post_validation_window=-1) == (
-        "--post-validation-window -1: must be a number of steps, or 0 to switch it off"
+        "--post-validation-window -1: must be a number of steps, or 0 to step "
+        "optimistically however many are clipped"
     )
 
 
@@ -144,7 +145,7 @@ def test_a_window_below_zero() -> None:
 def test_a_threshold_that_is_no_fraction(fraction: float) -> None:
     assert complaint(post_validation_threshold=fraction) == (
         f"--post-validation-threshold {fraction:g}: must be a fraction from 0 to 1, where 0 "
-        "switches it off"
+        "steps optimistically however many are clipped"
     )
 
 
@@ -153,8 +154,8 @@ def test_a_threshold_that_is_no_fraction(fraction: float) -> None:
 def test_megatrons_own_schedule_cannot_run_ahead(schedule: str | None, stages: int) -> None:
     message = complaint(pipeline_schedule=schedule, pipeline_model_parallel_size=stages)
     assert message == (
-        f"{FLAG} needs a schedule that can run ahead, but --pipeline-schedule is megatron: choose "
-        f"another (zb-h1, say), or leave {FLAG} out"
+        f"{FLAG} needs one of this project's schedules, but --pipeline-schedule is megatron: "
+        f"choose another (zb-v, say) for a pipeline of two stages or more, or leave {FLAG} out"
     )
 
 

@@ -140,9 +140,11 @@ class PostValidation:
         else:
             stepped = self._synchronous(optimizer, synchronous, record)
         self._stepped_once |= stepped[0]
-        if self._calm.see(record.verdict is not Verdict.STEP):
+        # Not while a loss scale is still being looked for: that ends by itself.
+        if self._stepped_once and self._calm.see(record.verdict is not Verdict.STEP):
             self.counts["mode_changes"] += 1
-            self._tell_mode()
+            if record.stage == self._link.exchange.last:
+                self._tell_mode()
         for listener in self.listeners:
             listener(record)
         return stepped
@@ -293,7 +295,7 @@ class PostValidation:
         else:
             logger.info(
                 "%s were clipped or skipped, more than --post-validation-threshold %g: steps are "
-                "synchronous until it is calm",
+                "synchronous until it is that or less",
                 share,
                 self.settings.threshold,
             )
