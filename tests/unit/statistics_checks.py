@@ -138,6 +138,14 @@ def _canonical_norm(optimizer: Any) -> Any:
         return patches._canonical(never)(optimizer)
 
 
+def outside_the_training_loop() -> None:
+    """There are no arguments there that could ask for another norm than Megatron's."""
+    assert megatron.training.global_vars._GLOBAL_ARGS is None
+    original = mock.Mock(return_value=7.0)
+    assert patches._canonical(original)("optimizer") == 7.0
+    original.assert_called_once_with("optimizer")
+
+
 def order_of_ranks() -> None:
     """The same bits however a group, or a backend, counts its ranks."""
     # The two last ones only count if they are added first, and then fp32 rounds up.

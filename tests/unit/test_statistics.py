@@ -75,3 +75,7 @@ def test_what_speaks_against_a_step_is_not_outweighed_by_later_stages(kind: str)
     seen = verdict("later_rows_never_make_it_a_step", kind=kind)
     assert set(seen) == {"step", "clip", "skip", "too large", "not finite"}
     assert min(seen.values()) >= 20
+
+
+def test_an_optimizer_outside_the_training_loop_has_megatrons_norm() -> None:
+    check("outside_the_training_loop")

@@ -93,7 +93,11 @@ def _canonical(original: Callable[[Any], Norm]) -> Callable[[Any], Norm]:
     def get_grad_norm(self: Any) -> Norm:
         from megatron.training import get_args
 
-        args, validated = get_args(), current_post_validation() is not None
+        try:
+            args = get_args()
+        except AssertionError:  # an optimizer of Megatron's, outside its training loop
+            return original(self)
+        validated = current_post_validation() is not None
         if not (validated or args.canonical_grad_norm):
             return original(self)
         with torch.no_grad():
