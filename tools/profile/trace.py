@@ -1,0 +1,168 @@
+"""Merge what the ranks of a traced job wrote: a Chrome trace, a page to look at, and a table.
+
+    .venv/bin/python tools/profile/trace.py DIR
+
+Needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zero_bubble.cli.amount import BYTES
+from zero_bubble.cli.common import Parser
+from zero_bubble.cli.output import require_writable
+from zero_bubble.cli.table import table
+from zero_bubble.trace.chrome import save_trace
+from zero_bubble.trace.idle import Cause, Gap, idle_by_cause, measured_gaps, predicted_gaps
+from zero_bubble.trace.measured import Measured
+from zero_bubble.trace.merge import load_traces
+from zero_bubble.trace.page import save_page
+
+_WINDOW = re.compile(r"(\d+)(?::(\d+))?")
+_HEADINGS = {
+    Cause.ACTIVATION: "activation",
+    Cause.GRADIENT: "gradient",
+    Cause.BETWEEN: "between",
+    Cause.NO_WORK: "no work",
+    Cause.FINALIZE: "finalize",
+    Cause.OPTIMIZER: "optimizer",
+}
+_EXAMPLES = """
+  tools/profile/trace.py traces
+  tools/profile/trace.py traces --iterations 10:12 --output trace.json --page page.html
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or 2 for a user's error."""
+    try:
+        return run(parser().parse_args(argv))
+    except OSError as error:
+        print(f"trace.py: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+    except ValueError as error:
+        print(f"trace.py: {error}", file=sys.stderr)
+    return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    found = Parser(
+        prog="trace.py",
+        description="Merge the trace files of a job's ranks: one Chrome trace, for\n"
+        "https://ui.perfetto.dev, one HTML page with the predicted timeline above the measured\n"
+        "one, and a table of bubble rates and idle times. docs/tracing.md says what they mean.",
+        epilog=f"examples:{_EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("directory", metavar="DIR", help="what --zero-bubble-trace named")
+    found.add_argument("--output", metavar="FILE", help="the Chrome trace (DIR/trace.json)")
+    found.add_argument("--page", metavar="FILE", help="the HTML page (DIR/page.html)")
+    found.add_argument(
+        "--iterations", type=_window, metavar="FIRST[:LAST]", help="only these, both included"
+    )
+    return found
+
+
+def run(arguments: argparse.Namespace) -> int:
+    directory = Path(arguments.directory)
+    traces = load_traces(directory, arguments.iterations)
+    output = arguments.output or str(directory / "trace.json")
+    page = arguments.page or str(directory / "page.html")
+    require_writable("--output", output)
+    require_writable("--page", page)
+    for sentence in traces.missing:
+        print(f"trace.py: {sentence}", file=sys.stderr)
+    for one in traces.measured:
+        print(f"{_title(one)}\n\n{_table(one)}\n")
+    save_trace(traces.measured, output)
+    save_page(traces.measured, page)
+    print(f"{output}: for https://ui.perfetto.dev\n{page}: for a browser")
+    return 0
+
+
+def _window(text: str) -> range:
+    match = _WINDOW.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if first > last:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no window: expected the first and last iteration, such as 10:12, or one"
+        )
+    return range(first, last + 1)
+
+
+def _title(measured: Measured) -> str:
+    ranks = "-".join(map(str, measured.pipeline))
+    return (
+        f"iteration {measured.iteration}, {measured.schedule.name}, "
+        f"{measured.schedule.num_microbatches} microbatches, pipeline of ranks {ranks}: times in ms"
+    )
+
+
+def _table(measured: Measured) -> str:
+    """A row a stage, and two for the pipeline: idle times there are means of the stages."""
+    predicted = measured.predict()
+    gaps, expected = measured_gaps(measured), predicted_gaps(predicted)
+    peaks = measured.peak_memory
+    counted = [peak for peak in peaks if peak is not None]
+    rows = [
+        _row(f"stage {stage}", work, [gaps[stage]], row[-1].end - row[0].ready, rate, peak)
+        for stage, (row, work, rate, peak) in enumerate(
+            zip(measured.rows, measured.work, measured.stage_bubble_rates, peaks, strict=True)
+        )
+    ]
+    rows.append(
+        _row(
+            "measured",
+            max(measured.work),
+            gaps,
+            measured.cost,
+            measured.bubble_rate,
+            max(counted, default=None),
+        )
+    )
+    rows.append(
+        _row(
+            "predicted",
+            max(predicted.work),
+            expected,
+            predicted.cost,
+            predicted.bubble_rate,
+            max(predicted.peak_memory) if counted else None,
+        )
+    )
+    header = ["", "work", *_HEADINGS.values(), "cost", "bubble rate", "peak memory"]
+    return table(header, rows)
+
+
+def _row(
+    name: str,
+    work: float,
+    gaps: Sequence[Sequence[Gap]],
+    cost: float,
+    rate: float,
+    peak: float | None,
+) -> list[str]:
+    idle = [idle_by_cause(one) for one in gaps]
+    means = (statistics.fmean(one[cause] for one in idle) for cause in _HEADINGS)
+    return [
+        name,
+        f"{work:.2f}",
+        *(f"{mean:.2f}" for mean in means),
+        f"{cost:.2f}",
+        f"{100 * rate:.2f} %",
+        "-" if peak is None else _bytes(peak),
+    ]
+
+
+def _bytes(memory: float) -> str:
+    unit = next((one for one in ("GiB", "MiB", "KiB") if memory >= BYTES[one]), "B")
+    return f"{memory / BYTES[unit]:.4g} {unit}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

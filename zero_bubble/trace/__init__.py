@@ -1,0 +1,1 @@
+"""What a running job recorded: merged, compared with the prediction, and drawn."""
