@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble.auto_arguments import AUTOMATIC, add_auto_arguments, check_auto
 from megatron.zero_bubble.chunk_arguments import chunks_asked_for, set_layers
 from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.post_validation_arguments import (
@@ -34,12 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pipeline-schedule",
         default=None,
-        metavar="{megatron," + ",".join(BUILDERS) + ",FILE.json}",
+        metavar="{megatron,auto,auto-v," + ",".join(BUILDERS) + ",FILE.json}",
         help="Order of passes on the pipeline's stages. megatron (the default) leaves Megatron's "
-        "own schedule untouched; gpipe, 1f1b and interleaved fuse the backward pass; the others "
-        "split it into B (input gradient) and W (weight gradient): zb-h1 at the activation memory "
-        "of 1f1b, zb-h2 at about twice of it, zb-interleaved at that of interleaved, zb-v at that "
-        "of 1f1b, v-half and v-min at about a half and a third of it; a file is a schedule saved "
+        "own schedule untouched; auto measures the job and goes over to the best schedule for it "
+        "that fits into memory, auto-v the same with two chunks a stage (V); gpipe, 1f1b and "
+        "interleaved fuse the backward pass; the others split it into B (input gradient) and W "
+        "(weight gradient): zb-h1 at the activation memory of 1f1b, zb-h2 at about twice of it, "
+        "zb-interleaved at that of interleaved, zb-v at that of 1f1b, v-half and v-min at about a "
+        "half and a third of it; a file is a schedule saved "
         "by `zero-bubble schedule`.",
     )
     group.add_argument(
@@ -62,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="cpu trains on the CPU over gloo; also by ZERO_BUBBLE_DEVICE=cpu in the environment. "
         "Default: cuda where a CUDA device exists, else cpu.",
     )
+    add_auto_arguments(parser)
     add_post_validation_arguments(parser)
     return parser
 
@@ -78,7 +82,8 @@ def schedule_for(name: str, stages: int, microbatches: int, chunks: int | None =
     if name in BUILDERS:
         return _named(name, stages, microbatches, chunks)
     flag = f"--pipeline-schedule {name}"
-    choice = f"choose {MEGATRON}, {', '.join(BUILDERS)}, or a file that ends in .json"
+    names = ", ".join((MEGATRON, *AUTOMATIC, *BUILDERS))
+    choice = f"choose {names}, or a file that ends in .json"
     if not name.endswith(".json"):
         raise ConfigurationError(f"{flag}: no such schedule; {choice}")
     if not Path(name).is_file():
@@ -146,6 +151,7 @@ def validate(args: Any) -> Placement | None:
     args.pipeline_schedule = given or MEGATRON
     args.zero_bubble_positions = None
     if args.pipeline_schedule == MEGATRON:
+        check_auto(args, None)
         check_post_validation(args, None)
         return None
     limit = getattr(args, "zero_bubble_wait_limit", None)
@@ -164,10 +170,11 @@ def validate(args: Any) -> Placement | None:
     for rule in _RULES:
         if rule.broken(args):
             raise ConfigurationError(rule.complaint(args, flag))
-    schedule = schedule_for(args.pipeline_schedule, stages, _microbatches(args), _chunks(args))
+    name = AUTOMATIC.get(args.pipeline_schedule, args.pipeline_schedule)
+    schedule = schedule_for(name, stages, _microbatches(args), _chunks(args))
     for ramp in ("rampup_batch_size", "step_batch_size_schedule"):
         sizes = getattr(args, ramp, None)
-        if sizes is not None and args.pipeline_schedule not in BUILDERS:
+        if sizes is not None and name not in BUILDERS:
             raise ConfigurationError(
                 f"{flag} is for one number of microbatches, and --{ramp.replace('_', '-')} {sizes} "
                 f"changes it: use a schedule by name ({', '.join(BUILDERS)})"
@@ -177,6 +184,7 @@ def validate(args: Any) -> Placement | None:
             f"{flag} splits the backward pass of Megatron's local layers, but "
             f"--transformer-impl is {args.transformer_impl}: add --transformer-impl local"
         )
+    check_auto(args, schedule.placement)
     check_post_validation(args, schedule.placement)
     set_layers(args, flag, schedule.placement)
     if (reasons := bit_identical_order(schedule)) and getattr(args, "rank", 0) == 0:

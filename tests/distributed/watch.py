@@ -22,6 +22,7 @@ class RuntimeWatch:
     ::
 
         stage               this rank's
+        schedule            the name of the one that ran
         executed            [instruction as text], in the order it ran
         weight_store_peak   most (chunk, microbatch) bundles that waited for W at once
         weights_in          {kind of pass: weight gradients computed in passes of this kind}
@@ -82,6 +83,7 @@ class RuntimeWatch:
             self.batches.append(
                 {
                     "stage": record.stage,
+                    "schedule": record.program.name,
                     "executed": [str(event.instruction) for event in record.events],
                     "weight_store_peak": record.weight_store_peak,
                     "weights_in": weights_in,

@@ -13,6 +13,21 @@ from collections.abc import Callable
 from logging.handlers import BufferingHandler
 from typing import Any
 
+AUTO_UNSET = {
+    "zero_bubble_memory_limit": None,
+    "zero_bubble_profile_iters": None,
+    "zero_bubble_effort": None,
+    "zero_bubble_wait_for_search": False,
+    "zero_bubble_profile": None,
+    "zero_bubble_cache": None,
+    "zero_bubble_drift_interval": None,
+    "zero_bubble_drift_threshold": None,
+    "zero_bubble_profile_exit": False,
+    "zero_bubble_trace": None,
+    "zero_bubble_trace_iters": None,
+    "log_zero_bubble_to_tensorboard": False,
+}
+"""The flags of measuring and scheduling, as they are when nobody gives them."""
 POST_VALIDATION_UNSET: dict[str, Any] = {
     "optimizer_post_validation": False,
     "canonical_grad_norm": False,
@@ -134,6 +149,7 @@ def adaptor_without_flags() -> None:
         "enable_zero_bubble": False,
         "zero_bubble_wait_limit": None,
         "zero_bubble_device": None,
+        **AUTO_UNSET,
         **POST_VALIDATION_UNSET,
     }
     # CPU mode's own settings are the only others.

@@ -18,7 +18,7 @@ from megatron.zero_bubble.arguments import (
 )
 from megatron.zero_bubble.errors import ConfigurationError
 from tests.unit.cpu_mode import checks_of
-from tests.unit.megatron_checks import POST_VALIDATION_UNSET
+from tests.unit.megatron_checks import AUTO_UNSET, POST_VALIDATION_UNSET
 from tests.unit.orders import parse
 from zero_bubble.builders import BUILDERS, build
 from zero_bubble.export.json_io import save_schedule
@@ -304,6 +304,7 @@ def test_the_flags_are_parsed() -> None:
         "enable_zero_bubble": True,
         "zero_bubble_wait_limit": 7.5,
         "zero_bubble_device": "cpu",
+        **AUTO_UNSET,
         **POST_VALIDATION_UNSET,
     }
     assert vars(parser.parse_args([])) == {
@@ -311,6 +312,7 @@ def test_the_flags_are_parsed() -> None:
         "enable_zero_bubble": False,
         "zero_bubble_wait_limit": None,
         "zero_bubble_device": None,
+        **AUTO_UNSET,
         **POST_VALIDATION_UNSET,
     }
     offered = parser.format_help()

@@ -44,6 +44,7 @@ __all__ = [
     "load_file",
     "load_schedule",
     "load_schedule_and_costs",
+    "parse_file",
     "save_costs",
     "save_schedule",
 ]
@@ -118,18 +119,23 @@ def load_file(path: str | Path) -> ScheduleFile:
     """As `load_schedule`, with everything else in the file."""
     data = _read(path)
     try:
-        schedule = _schedule(data)
-        costs = limits = spans = None
-        if "costs" in data:
-            costs = Costs.from_dict(data["costs"])
-            costs.require(schedule.placement)
-        if "memory_limit" in data:
-            limits = _memory_limit(data["memory_limit"], schedule.num_stages)
-        if "times" in data:
-            spans = _spans(data["times"], schedule)
-        return ScheduleFile(schedule, costs, limits, spans)
+        return parse_file(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def parse_file(data: dict[str, Any]) -> ScheduleFile:
+    """What a file's JSON holds; ValueError names the field and what is expected there."""
+    schedule = _schedule(data)
+    costs = limits = spans = None
+    if "costs" in data:
+        costs = Costs.from_dict(data["costs"])
+        costs.require(schedule.placement)
+    if "memory_limit" in data:
+        limits = _memory_limit(data["memory_limit"], schedule.num_stages)
+    if "times" in data:
+        spans = _spans(data["times"], schedule)
+    return ScheduleFile(schedule, costs, limits, spans)
 
 
 def save_costs(costs: Costs, path: str | Path) -> None:

@@ -46,6 +46,8 @@ __all__ = ["PostValidation", "Settings", "StepRecord", "Stepped"]
 
 logger = logging.getLogger(__name__)
 
+_RUN_AHEAD = "run ahead"
+
 type Stepped = tuple[bool, Norm | None, Any]
 """What Megatron's ``optimizer.step()`` returns: success, gradient norm, zeros in gradients."""
 
@@ -73,6 +75,10 @@ class StepRecord:
     verdict: Verdict = Verdict.STEP
     events: list[tuple[str, int, int]] = field(default_factory=list)
     """(what, begin, end), in order."""
+
+    def parts(self) -> list[tuple[str, int, int]]:
+        """Events that do nothing but this step."""
+        return [one for one in self.events if one[0] != _RUN_AHEAD]
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -117,6 +123,8 @@ class PostValidation:
         result either: all ranks know it."""
         self.stop = False
         """Whether a rank wanted to stop when the last step was taken."""
+        self.last: StepRecord | None = None
+        """What the last step did."""
         self._calm = Calm(settings.window, settings.threshold)
         self._stepped_once = False
         self._link: _Link | None = None
@@ -135,7 +143,7 @@ class PostValidation:
         if self._link is None:
             self._link = self._connect(optimizer)
         record = StepRecord(self._iteration(), self._link.exchange.stage)
-        if self._stepped_once and self._calm.is_calm and self._may_run_into_the_next():
+        if self._stepped_once and self._calm.is_calm and self._runs_into_the_next():
             stepped = self._validated(self._link, record)
         else:
             stepped = self._synchronous(optimizer, synchronous, record)
@@ -145,9 +153,14 @@ class PostValidation:
             self.counts["mode_changes"] += 1
             if record.stage == self._link.exchange.last:
                 self._tell_mode()
+        self.last = record
         for listener in self.listeners:
             listener(record)
         return stepped
+
+    def _runs_into_the_next(self) -> bool:
+        attendant = self.session.attendant
+        return self._may_run_into_the_next() and (attendant is None or attendant.lets_run_ahead())
 
     def _synchronous(
         self, optimizer: Any, synchronous: Callable[[Any], Stepped], record: StepRecord
@@ -208,7 +221,7 @@ class PostValidation:
         try:
             with record.during("optimistic step"):
                 self._rollback.apply()
-            with record.during("run ahead"):
+            with record.during(_RUN_AHEAD):
                 self.session.begin_next()
                 self.session.ahead.run()
         except RunAheadFailed as failed:

@@ -22,12 +22,17 @@ from megatron.zero_bubble.optimizer.statistics import (
     own_square,
 )
 from megatron.zero_bubble.patches.patching import Patch, apply
+from megatron.zero_bubble.profile.monitor import Monitor
 from megatron.zero_bubble.runtime.session import Session
 
-__all__ = ["current_post_validation", "install", "validate_steps_of"]
+__all__ = ["current_post_validation", "install", "tell_of_steps", "validate_steps_of"]
 
 _validations: list[PostValidation] = []
 """The run's one, with --optimizer-post-validation."""
+
+
+_monitors: list[Monitor] = []
+"""The run's one, if anything is measured."""
 
 
 def install() -> None:
@@ -56,6 +61,11 @@ def current_post_validation() -> PostValidation | None:
     return _validations[0] if _validations else None
 
 
+def tell_of_steps(monitor: Monitor | None) -> None:
+    """From now on, this is told when the optimizer steps."""
+    _monitors[:] = [] if monitor is None else [monitor]
+
+
 def validate_steps_of(session: Session, args: Any, wait_limit: float) -> None:
     """From now on, steps are validated afterwards."""
     settings = Settings(
@@ -80,10 +90,18 @@ def _validated(original: Callable[[Any], Stepped]) -> Callable[[Any], Stepped]:
     @functools.wraps(original)
     def step(self: Any) -> Stepped:
         validation = current_post_validation()
+        monitor = _monitors[0] if _monitors else None
+        if monitor is not None:
+            monitor.step_begins()
         if validation is None:
-            return original(self)
-        with torch.no_grad():
-            return validation.step(self, original)
+            stepped = original(self)
+        else:
+            with torch.no_grad():
+                stepped = validation.step(self, original)
+        if monitor is not None:
+            last = None if validation is None else validation.last
+            monitor.step_ended(() if last is None else last.parts())
+        return stepped
 
     return step
 

@@ -7,9 +7,14 @@ from functools import partial
 from typing import Any
 
 from megatron.zero_bubble.arguments import schedule_for
-from megatron.zero_bubble.patches.optimizer import validate_steps_of
+from megatron.zero_bubble.patches.optimizer import (
+    current_post_validation,
+    tell_of_steps,
+    validate_steps_of,
+)
 from megatron.zero_bubble.patches.patching import Patch, apply
 from megatron.zero_bubble.patches.placement import arrangement_of_run
+from megatron.zero_bubble.profile.automatic import attend
 from megatron.zero_bubble.runtime.session import Session
 
 __all__ = ["current_session", "install"]
@@ -37,6 +42,7 @@ def current_session() -> Session | None:
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_forward_backward_func(*given: Any, **options: Any) -> Any:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
         from megatron.training import get_args
 
         arrangement = arrangement_of_run()
@@ -54,6 +60,21 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
             _sessions.append(session)
             if args.optimizer_post_validation:
                 validate_steps_of(session, args, limit)
+            tell_of_steps(
+                attend(
+                    session,
+                    args,
+                    named=schedule_for,
+                    microbatches=get_num_microbatches,
+                    counts=_counts,
+                )
+            )
         return _sessions[0].forward_backward
 
     return get_forward_backward_func
+
+
+def _counts() -> dict[str, int]:
+    """Optimizer steps by outcome; none where they are Megatron's own."""
+    validation = current_post_validation()
+    return {} if validation is None else validation.counts

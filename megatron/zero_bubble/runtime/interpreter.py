@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from megatron.zero_bubble.errors import PipelineError
+from megatron.zero_bubble.runtime.recording import Recording
 from megatron.zero_bubble.runtime.transport import Receipt, Transport
 from zero_bubble.program import Finalize, Flow, HandOver, Instruction, Receive, Run, Send
 from zero_bubble.schedule import Kind, Pass
@@ -73,6 +74,8 @@ class Interpreter:
     """Chunks whose fused backward, should the program have one, runs as B and then W."""
     keep_for_backward: bool = True
     observer: Observer | None = None
+    recording: Recording | None = None
+    """Notes when passes run on the device; None costs nothing."""
     log: list[Event] = field(default_factory=list)
     _posted: dict[tuple[Flow, int, int], Receipt] = field(default_factory=dict)
     _arrived: dict[tuple[Flow, int, int], torch.Tensor] = field(default_factory=dict)
@@ -118,7 +121,12 @@ class Interpreter:
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case Run(what):
-                self._passes(what)
+                if self.recording is None:
+                    self._passes(what)
+                else:
+                    self.recording.begin()
+                    self._passes(what)
+                    self.recording.end(what)
             case Receive(channel, microbatch, chunk):
                 buffer = self.compute.buffer(channel.flow)
                 self._posted[channel.flow, chunk, microbatch] = self.transport.receive(
@@ -131,7 +139,11 @@ class Interpreter:
                     (flow, source, microbatch)
                 )
             case Finalize():
+                if self.recording is not None:
+                    self.recording.begin()
                 self.compute.finalize()
+                if self.recording is not None:
+                    self.recording.end("finalize")
 
     def _passes(self, one: Pass) -> None:
         match one.kind:
@@ -170,6 +182,8 @@ class Interpreter:
         begin = time.perf_counter_ns()
         message = self.transport.wait(receipt)
         self._waited_ns += time.perf_counter_ns() - begin
+        if self.recording is not None:
+            self.recording.ready()
         return message
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,19 @@ from megatron.zero_bubble.runtime.batch import Batch, BatchRequest
 from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
 from megatron.zero_bubble.runtime.interpreter import Compute, Event, Interpreter, Observer
 from megatron.zero_bubble.runtime.layers import split_linears
+from megatron.zero_bubble.runtime.recording import Recording
 from megatron.zero_bubble.runtime.run_ahead import RunAhead
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
 from zero_bubble.builders import forwards
 from zero_bubble.costs import Costs
 from zero_bubble.lower import lower
+from zero_bubble.placement import Placement
 from zero_bubble.program import Instruction, Program, Run, channels_between
 from zero_bubble.schedule import Kind, Schedule
 from zero_bubble.simulate import simulate
 
-__all__ = ["BatchRecord", "Session"]
+__all__ = ["Attendant", "BatchRecord", "Session", "message_shape"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,24 @@ class BatchRecord:
     forward_only: bool
     events: tuple[Event, ...]
     weight_store_peak: int
+
+
+class Attendant(Protocol):
+    """Told of training batches before they run, so that it can measure them."""
+
+    def before(self, request: BatchRequest) -> None:
+        """A batch is asked for; what is run for it may still be changed (`Session.reschedule`)."""
+
+    def attend(
+        self, compute: Compute, split_chunks: frozenset[int], request: BatchRequest, *, ahead: bool
+    ) -> tuple[Compute, Recording | None]:
+        """What computes in the place of a batch's computations, and what notes its passes.
+
+        ``ahead``: the batch is that of the next iteration.
+        """
+
+    def lets_run_ahead(self) -> bool:
+        """Whether a part of the next batch may run before this iteration is final."""
 
 
 class Session:
@@ -80,6 +100,8 @@ class Session:
         """What runs in the place of a batch's computations, such as one that measures them."""
         self.preparations: list[Callable[[Sequence[torch.nn.Module]], None]] = []
         """Called with the model chunks before their first training batch."""
+        self.attendant: Attendant | None = None
+        """Measures batches."""
         self.across_stages: AcrossStages | None = None
         """What takes the place of Megatron's collectives over stages, if something does."""
         self.ahead = RunAhead()
@@ -156,6 +178,8 @@ class Session:
                 force_all_reduce,
             ),
         )
+        if self.attendant is not None and not forward_only:
+            self.attendant.before(request)
         batch = self.ahead.take(request) or self._begin(request)
         if not forward_only:
             self._last_request = request
@@ -165,9 +189,9 @@ class Session:
         """Begin a batch like the last one, to be run ahead (see `RunAhead`)."""
         if self._last_request is None:
             raise RuntimeError("there is no batch yet that the next one could be like")
-        self.ahead.begin(self._begin(self._last_request))
+        self.ahead.begin(self._begin(self._last_request, ahead=True))
 
-    def _begin(self, request: BatchRequest) -> Batch:
+    def _begin(self, request: BatchRequest, *, ahead: bool = False) -> Batch:
         """Everything that a batch needs, of which nothing has run."""
         models, options = request.models, request.options
         config = get_model_config(models[0])
@@ -199,14 +223,7 @@ class Session:
             data_iterators=self.ahead.replayable(request.iterators),
             config=config,
             groups=groups,
-            message_shape=schedules.get_tensor_shapes(
-                seq_length=request.seq_length,
-                micro_batch_size=request.micro_batch_size,
-                decoder_seq_length=request.decoder_seq_length,
-                config=config,
-                tp_group=groups.tp,
-                cp_group=groups.cp,
-            )[0],
+            message_shape=message_shape(request),
             device=device,
             instructions=instructions,
             last_chunk=last_chunk if stage == last_stage else None,
@@ -215,13 +232,20 @@ class Session:
             options=options,
             across_stages=self.across_stages,
         )
+        computing: Compute = self.instrument(compute)
+        recording = None
+        if self.attendant is not None and training:
+            computing, recording = self.attendant.attend(
+                computing, compute.split_chunks, request, ahead=ahead
+            )
         interpreter = Interpreter(
             stage,
-            self.instrument(compute),
+            computing,
             self._connected(program, groups.pp, device),
             split_chunks=compute.split_chunks,
             keep_for_backward=training,
             observer=self.observer,
+            recording=recording,
         )
         return Batch(request, program, stage, compute, interpreter, instructions)
 
@@ -268,6 +292,11 @@ class Session:
             self._arrangement.stage_of(group.rank()),
             self._arrangement.by_stage(dist.get_process_group_ranks(group)),
         )
+
+    @property
+    def placement(self) -> Placement:
+        """Where the chunks are, whichever schedule runs."""
+        return self._arrangement.placement
 
     @property
     def has_experts(self) -> bool:
@@ -353,6 +382,21 @@ class Session:
                 wait_limit=self._wait_limit,
             )
         return self.transport
+
+
+def message_shape(request: BatchRequest) -> tuple[int, ...]:
+    """Of the activations that stages exchange for a batch."""
+    groups = _groups(request)
+    return tuple(
+        schedules.get_tensor_shapes(
+            seq_length=request.seq_length,
+            micro_batch_size=request.micro_batch_size,
+            decoder_seq_length=request.decoder_seq_length,
+            config=get_model_config(request.models[0]),
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )[0]
+    )
 
 
 def _groups(request: BatchRequest | None) -> ProcessGroupCollection:
