@@ -22,7 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# In place of this directory, whose trace.py is not the standard library's.
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from zero_bubble.cli.amount import BYTES
 from zero_bubble.costs import Costs, Table
