@@ -22,9 +22,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# In place of this directory, whose trace.py is not the standard library's.
-sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 from zero_bubble.cli.amount import BYTES
 from zero_bubble.costs import Costs, Table
 from zero_bubble.profile.profile import Profile, load_profile
