@@ -20,7 +20,7 @@ __all__ = ["AUTOMATIC", "add_auto_arguments", "cache_directory", "check_auto", "
 AUTOMATIC = {"auto": "zb-h1", "auto-v": "zb-v"}
 """Values of --pipeline-schedule that search, and the schedule each starts on."""
 EFFORTS = ("quick", "normal", "thorough")
-PROFILE_ITERS, TRACE_ITERS = (5, 10), (10, 12)
+PROFILE_ITERS, TRACE_ITERS = (5, 10), (16, 18)
 DRIFT_INTERVAL, DRIFT_THRESHOLD = 100, 0.02
 NO_CACHE = "none"
 _RANGE = re.compile(r"(\d+):(\d+)")
@@ -224,13 +224,15 @@ def _limit(args: Any, placement: Placement) -> str:
         limits = memory_limits(given, placement, Costs.uniform(placement, 1, 1, 1, m_b=_UNIT))
     except ValueError as error:
         raise ConfigurationError(f"{flag}: {str(error).partition(': ')[2] or error}") from error
-    factor, chunks = limit_factor(given), placement.num_chunks(0)
-    if factor is not None and factor * placement.num_stages < 1:
+    chunks = placement.num_chunks(0)
+    factors = [limit_factor(one) for one in given.split(",")]
+    if any(one is not None and one * placement.num_stages < 1 for one in factors):
         raise ConfigurationError(
             f"{flag} is less than one microbatch with {placement.num_stages} stages: give at least "
             f"{math.ceil(100 / placement.num_stages) / 100:g}p"
         )
-    if factor is None and any(limit <= 4096 * chunks for limit in limits):
+    in_bytes = [limit for one, limit in zip(factors, limits, strict=False) if one is None]
+    if any(limit <= 4096 * chunks for limit in in_bytes):
         raise ConfigurationError(
             f"{flag} is in bytes, too few for any microbatch: add a unit such as GiB, or p for "
             "microbatches times stages"
@@ -242,6 +244,8 @@ def _check_window(args: Any) -> None:
     flag = "--zero-bubble-profile-iters"
     given = getattr(args, "zero_bubble_profile_iters", None)
     args.zero_bubble_profile_iters = first, last = given or PROFILE_ITERS
+    if given is None and getattr(args, "zero_bubble_profile", None) is not None:
+        return  # nothing is measured first
     _require_range(flag, (first, last), least=2)
     if first == last:
         raise ConfigurationError(

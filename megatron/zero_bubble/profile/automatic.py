@@ -238,7 +238,6 @@ def _cached_schedule(
         found.schedule.placement == profile.placement
         and found.schedule.num_microbatches == microbatches
         and found.memory_limit == limits
-        and found.costs == profile.costs
     )
     return found if same else None
 

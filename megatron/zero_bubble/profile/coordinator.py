@@ -2,7 +2,9 @@
 
 A switch is announced before the rank begins an iteration i, for iteration i + 1. No rank can finish
 i without a forward of this rank's in i: all of them read the announcement before they begin i + 1,
-and no rank has to wait for another.
+and no rank has to wait for another. On a GPU it is the device that cannot finish; the host follows
+it, because Megatron's step asks for numbers (the norm, whether the step succeeded) that the device
+makes.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class Wanted:
     """What is to be searched for, and what for."""
 
     microbatches: int
-    running: Schedule
-    """What runs meanwhile."""
+    running: Callable[[], Schedule]
+    """What runs at the time it is asked for."""
     least_gain: float = 0.0
     """Of the predicted cost, below which nothing changes."""
 
@@ -141,6 +143,8 @@ class Coordinator:
             if not (self._patient or self._board.has_all(names)):
                 return
             texts = [self._board.wait(name) for name in names]
+            for name in names:
+                self._board.remove(name)
             self._round = None
             self._merge([RankReport.from_json(text) for text in texts])
             if self._stop:
@@ -153,7 +157,7 @@ class Coordinator:
             if wanted.least_gain and moved < wanted.least_gain:
                 logger.info(
                     "%s goes on: times have moved by %.1f%% at most",
-                    wanted.running.name,
+                    wanted.running().name,
                     100 * moved,
                 )
             else:
@@ -191,6 +195,8 @@ class Coordinator:
             _span([[ms for _, _, ms in costs.t_edges]], ".3g"),
             _bytes_span(costs.m_b),
         )
+        if before is None:  # what lies there was found for another profile
+            self._keep("schedule.json", lambda path: path.unlink(missing_ok=True))
         self._keep("profile.json", lambda path: save_profile(profile, path))
 
     def _moved(self, wanted: Wanted, profile: Profile) -> float:
@@ -217,7 +223,7 @@ class Coordinator:
         try:
             found = search.result(wait=self._patient)
         except SearchFailed as error:
-            logger.warning("the search failed, %s goes on: %s", wanted.running.name, error)
+            logger.warning("the search failed, %s goes on: %s", wanted.running().name, error)
             self._end_search()
             return
         if found is None:
@@ -231,7 +237,8 @@ class Coordinator:
         self, wanted: Wanted, search: Search, found: ScheduleFile, iteration: int
     ) -> Announcement | None:
         costs = search.profile.costs
-        before, after = simulate(wanted.running, costs), simulate(found.schedule, costs)
+        running = wanted.running()
+        before, after = simulate(running, costs), simulate(found.schedule, costs)
         limits = found.memory_limit or (math.inf,) * len(before.peak_memory)
         fits = all(
             held <= limit * (1 + 1e-9)
@@ -249,7 +256,7 @@ class Coordinator:
             logger.info(
                 "%s goes on: the best that was found, %s, would cost %.2f ms instead of %.2f "
                 "(%.1f%% less)%s",
-                wanted.running.name,
+                running.name,
                 found.schedule.name,
                 after.cost,
                 before.cost,
@@ -266,7 +273,7 @@ class Coordinator:
             found.schedule.name,
             after.cost,
             before.cost,
-            wanted.running.name,
+            running.name,
             100 * gain,
             100 * after.bubble_rate,
             100 * before.bubble_rate,

@@ -33,8 +33,19 @@ _SIZES = (
     "overlap_param_gather",
     "accumulate_allreduce_grads_in_fp32",
     "pipeline_model_parallel_layout",
+    # Fields of a model's config by another name.
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_experts",
+    "squared_relu",
+    "quick_geglu",
+    "bias_gelu_fusion",
+    "bias_swiglu_fusion",
+    "no_persist_layer_norm",
+    "fp16_lm_cross_entropy",
+    "create_attention_mask_in_dataloader",
 )
-"""Arguments that are not fields of a model's config."""
+"""Arguments that are not fields of a model's config, or not under its name."""
 _IRRELEVANT = frozenset(
     {
         "barrier_with_L1_time",
@@ -58,7 +69,7 @@ def describe_job(args: Any) -> dict[str, Scalar]:
             continue
         if isinstance(value, bool | int | float | str):
             job[name] = value
-        elif isinstance(value, list | tuple | torch.dtype) or hasattr(value, "name"):
+        elif not callable(value):
             job[name] = str(getattr(value, "name", value))
     device = torch.empty(0, device="cuda").device
     job["device"] = (

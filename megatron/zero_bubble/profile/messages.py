@@ -7,16 +7,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.runtime.batch import BatchRequest
-from megatron.zero_bubble.runtime.session import Session, message_shape
 from megatron.zero_bubble.runtime.transport import Receipt, Transport
 from zero_bubble.placement import Placement
 from zero_bubble.program import Channel, channels_between
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.runtime.batch import BatchRequest
+    from megatron.zero_bubble.runtime.session import Session
 
 __all__ = ["Messages", "measure_messages", "messages_of"]
 
@@ -121,6 +122,10 @@ class _Line:
 
 def messages_of(session: Session, request: BatchRequest, device: torch.device) -> Messages | None:
     """Measure messages, and clocks, between two batches; None before the first one."""
+    from megatron.core.utils import get_model_config
+
+    from megatron.zero_bubble.runtime.session import message_shape
+
     if session.transport is None:  # not connected yet
         return None
     stage, _ = session.pipeline()

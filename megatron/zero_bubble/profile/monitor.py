@@ -47,6 +47,8 @@ class MeasuredBatch:
     wish: Wish
     passes: tuple[TracedPass, ...]
     phases: tuple[Phase, ...]
+    nbytes: int = 0
+    """What recording it took of the host's memory."""
 
 
 class Party(Protocol):
@@ -124,7 +126,7 @@ class Monitor:
         number = self._iteration() + ahead
         self._open.pop(number, None)  # what has been thrown away
         wishes = [(party, party.wants(number)) for party in self.parties]
-        wanting = tuple(party for party, wish in wishes if wish.times)
+        wanting = tuple(party for party, wish in wishes if wish.times or wish.memory)
         if not wanting:
             return compute, None
         wish = Wish(times=True, memory=any(wish.memory for _, wish in wishes))
@@ -179,6 +181,7 @@ class Monitor:
                 one.wish,
                 passes,
                 tuple(phase for phase in phases if phase.end >= start),
+                one.recording.nbytes,
             )
             for party in one.parties:
                 party.take(measured)

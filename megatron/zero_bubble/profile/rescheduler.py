@@ -99,6 +99,7 @@ class Rescheduler:
         self._rounds = 0
         self._sampler: Sampler | None = None
         self._sizes: tuple[int, int] | None = None
+        self._microbatches = 0
         self._next_drift: int | None = None
         self._read = 0
         self._epoch = 0
@@ -116,7 +117,7 @@ class Rescheduler:
 
     def lets_run_ahead(self, iteration: int) -> bool:
         self._read_announcements()
-        if any(one.at == iteration for one in self._coming):
+        if any(one.at == iteration and one.epoch == self._epoch for one in self._coming):
             return False
         sampler = self._sampler
         return sampler is None or not (sampler.round.whole and sampler.round.first == iteration)
@@ -138,20 +139,24 @@ class Rescheduler:
         self._read_announcements()
         for one in [one for one in self._coming if one.at <= iteration]:
             self._coming.remove(one)
-            self._follow(one, iteration)
+            if one.epoch == self._epoch:
+                self._follow(one, iteration)
 
     def take(self, measured: MeasuredBatch) -> None:
         sampler = self._sampler
-        if sampler is None:
-            return
-        sampler.take(measured)
-        if sampler.is_complete:
-            self._report(sampler, measured)
+        if sampler is not None:
+            sampler.take(measured)
+            if sampler.is_complete:
+                self._report(sampler)
 
     def _plan(self, iteration: int, request: BatchRequest) -> None:
         """Decide what to measure and to search for; the same on all ranks."""
         microbatches = request.options.num_microbatches
         sizes = request.seq_length, request.micro_batch_size
+        if (microbatches, sizes) != (self._microbatches, self._sizes):
+            # What an iteration takes is not to be compared with what it took.
+            self._microbatches, self._gain = microbatches, None
+            self._starts = self._starts[-1:]
         if not self._begun:
             self._begun, self._sizes = True, sizes
             if not self._profiled:
@@ -191,26 +196,32 @@ class Rescheduler:
         self._measure(iteration + 1, iteration + 1 + length)
         self._session.reschedule(self.schedule)
 
-    def _report(self, sampler: Sampler, measured: MeasuredBatch) -> None:
+    def _report(self, sampler: Sampler) -> None:
         """Leave the report; the coordinator goes on from there."""
         number, drifting = sampler.round.number, not sampler.round.whole
         self._sampler = None
         self._board.post(f"report/{number}/{self._rank}", sampler.report().to_json())
-        microbatches = measured.program.num_microbatches
+        microbatches = sampler.microbatches
+        if not drifting:
+            self._tell(
+                f"measuring keeps {sampler.bytes_a_pass:.0f} bytes a pass until its batch has ended"
+            )
         self._profiled = True
         self._asked.add(microbatches)
-        self._plan_drift(measured.iteration)
+        self._plan_drift(sampler.round.last)
         if self._coordinator is not None:
             threshold = self._settings.drift_threshold if drifting else 0.0
-            running = self.schedule(measured.program.placement.num_stages, microbatches)
-            self._coordinator.expect_reports(number, Wanted(microbatches, running, threshold))
+            self._coordinator.expect_reports(number, self._wanted(microbatches, threshold))
 
     def _ask(self, microbatches: int) -> None:
         """There are costs, but no schedule for batches of this size yet."""
         self._asked.add(microbatches)
         if self._coordinator is not None:
-            running = self._start(microbatches)
-            self._coordinator.search_for(Wanted(microbatches, running))
+            self._coordinator.search_for(self._wanted(microbatches))
+
+    def _wanted(self, microbatches: int, least_gain: float = 0.0) -> Wanted:
+        stages = self._session.placement.num_stages
+        return Wanted(microbatches, lambda: self.schedule(stages, microbatches), least_gain)
 
     def _plan_drift(self, iteration: int) -> None:
         interval = self._settings.drift_interval
@@ -220,7 +231,7 @@ class Rescheduler:
         while (text := self._board.look(f"announcement/{self._read}")) is not None:
             self._read += 1
             one = Announcement.from_json(text)
-            if one.epoch == self._epoch:
+            if one.epoch >= self._epoch:
                 self._coming.append(one)
 
     def _follow(self, one: Announcement, iteration: int) -> None:
@@ -230,7 +241,9 @@ class Rescheduler:
             raise SystemExit(0)
         self._known[one.microbatches] = parse_file(json.loads(one.schedule)).schedule
         self._session.reschedule(self.schedule)
-        if self._coordinator is None or len(self._starts) < 2:
+        if self._coordinator is None or one.microbatches != self._microbatches:
+            return
+        if len(self._starts) < 2:
             return
         periods = [after - before for before, after in pairwise(self._starts)]
         before = statistics.median(periods)

@@ -50,6 +50,10 @@ class Sampler:
     device: torch.device
     round: Round
     messages: Messages | None = None
+    microbatches: int = 0
+    """Of the last batch."""
+    bytes_a_pass: float = 0.0
+    """What recording the last batch took of the host's memory."""
     _batches: list[BatchTimes] = field(default_factory=list)
     _first: MeasuredBatch | None = None
     _stage: int = 0
@@ -63,6 +67,8 @@ class Sampler:
 
     def take(self, measured: MeasuredBatch) -> None:
         """A batch of the round."""
+        self.microbatches = measured.program.num_microbatches
+        self.bytes_a_pass = measured.nbytes / max(1, len(measured.passes))
         self._stage = measured.stage
         self._chunks = measured.program.placement.num_chunks(measured.stage)
         if measured.wish.memory and measured.iteration == self.round.first:
@@ -94,7 +100,8 @@ class Sampler:
         )
 
     def _period(self) -> float:
-        starts = self._starts
+        # The last of them may have ended just now, before the next one begins.
+        starts = {self.round.last + 1: time.perf_counter() * 1e3} | self._starts
         periods = [
             starts[one + 1] - starts[one]
             for one in self.round.timed

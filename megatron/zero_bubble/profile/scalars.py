@@ -46,7 +46,8 @@ class Scalars:
         self._interval, self._write = interval, write
         self._tokens, self._counts = tokens, counts
         self._began = 0.0
-        self._waiting: tuple[int, dict[str, float]] | None = None
+        self._waiting: dict[int, dict[str, float]] = {}
+        """By iteration, until all stages have left their times: they may be behind this one."""
 
     def wants(self, iteration: int) -> Wish:
         return NOTHING if iteration % self._interval else Wish(times=True)
@@ -59,8 +60,8 @@ class Scalars:
         before, self._began = self._began, now
         if self._write is None:
             return
-        if before and self.wants(iteration - 1).times and self._waiting is not None:
-            self._waiting[1]["tokens-per-second"] = self._tokens() / (now - before)
+        if before and iteration - 1 in self._waiting:
+            self._waiting[iteration - 1]["tokens-per-second"] = self._tokens() / (now - before)
         self._write_what_is_there()
 
     def take(self, measured: MeasuredBatch) -> None:
@@ -72,26 +73,25 @@ class Scalars:
             values = {}
             if counts := self._counts():
                 values["rolled-back-steps"] = float(counts["rolled_back"])
-            self._waiting = measured.iteration, values
+            self._waiting[measured.iteration] = values
 
     def _replica_writes(self) -> bool:
         """Whether this rank's pipeline is that of the rank that writes: the last of the job."""
         return self._last_rank in self._session.pipeline()[1]
 
     def _write_what_is_there(self) -> None:
-        """Once all stages of this rank's pipeline have left their times."""
-        if self._waiting is None or self._write is None:
-            return
-        iteration, values = self._waiting
-        notes = [f"bubble/{iteration}/{rank}" for rank in self._session.pipeline()[1]]
-        if not self._board.has_all(notes):
-            return
-        self._waiting = None
-        times = [json.loads(self._board.look(note) or "[0, 0]") for note in notes]
-        for note in notes:
-            self._board.remove(note)
-        work, cost = (max(values) for values in zip(*times, strict=True))
-        self._write(iteration, {"bubble-rate": (cost - work) / cost if cost else 0.0, **values})
+        """In order, as far as all stages of this rank's pipeline have left their times."""
+        while self._waiting and self._write is not None:
+            iteration = next(iter(self._waiting))
+            notes = [f"bubble/{iteration}/{rank}" for rank in self._session.pipeline()[1]]
+            if not self._board.has_all(notes):
+                return
+            values = self._waiting.pop(iteration)
+            times = [json.loads(self._board.look(note) or "[0, 0]") for note in notes]
+            for note in notes:
+                self._board.remove(note)
+            work, cost = map(max, zip(*times, strict=True))
+            self._write(iteration, {"bubble-rate": (cost - work) / cost if cost else 0.0, **values})
 
 
 def work_and_cost(passes: tuple[TracedPass, ...]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ own clock tells the same.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from zero_bubble.schedule import Pass
 from zero_bubble.trace.rank_file import Phase, TracedPass
 
 __all__ = ["Clock", "DeviceClock", "HostClock", "Recording", "clock_for"]
+
+_FAR_MS = 10_000.0
+"""From an event up to which another one is told to about a microsecond."""
 
 
 class Clock(Protocol):
@@ -68,7 +72,12 @@ class DeviceClock:
     def ms(self, mark: torch.cuda.Event) -> float:
         if not mark.query():
             mark.synchronize()
-        return self._zero_ms + float(self._zero.elapsed_time(mark))
+        elapsed = float(self._zero.elapsed_time(mark))
+        if abs(elapsed) > _FAR_MS:
+            # CUDA tells it in 32 bits: after an hour to a quarter of a ms. Count from here instead.
+            self._zero, self._zero_ms = mark, self._zero_ms + elapsed
+            return self._zero_ms
+        return self._zero_ms + elapsed
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -104,6 +113,14 @@ class Recording:
         else:
             held = None if self.held is None else self.held()
             self._passes.append((what, self._begin, self._ready, now, held))
+
+    @property
+    def nbytes(self) -> int:
+        """What the notes take of the host's memory, marks included."""
+        rows = [*self._passes, *self._phases]
+        marks = {id(one): one for row in rows for one in row[1:]}
+        kept = [self._passes, self._phases, *rows, *marks.values()]
+        return sum(map(sys.getsizeof, kept))
 
     @property
     def is_past(self) -> bool:
