@@ -11,14 +11,13 @@
 # win over those given here.
 set -euo pipefail
 
-# Relative paths are the caller's.
-absolute() { [[ -z $1 || $1 == /* ]] && echo "$1" || echo "$PWD/$1"; }
-DATA_PATH=$(absolute "${DATA_PATH:-}")
-SAVE=$(absolute "${SAVE:-}")
-[[ ${PIPELINE_SCHEDULE:-} == *.json ]] && PIPELINE_SCHEDULE=$(absolute "$PIPELINE_SCHEDULE")
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# It stays in the caller's directory, so that relative paths are the caller's.
+REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+OURS=$REPOSITORY/.venv/bin/python
 
-PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
+PYTHON=${PYTHON:-$([[ -x $OURS ]] && echo "$OURS" || echo python)}
+DATA_PATH=${DATA_PATH:-}
+SAVE=${SAVE:-}
 PIPELINE_SCHEDULE=${PIPELINE_SCHEDULE:-zb-h1}
 PIPELINE_SIZE=${PIPELINE_SIZE:-2}
 TENSOR_SIZE=${TENSOR_SIZE:-1}
@@ -59,7 +58,7 @@ COMMAND=(
     "$PYTHON" -m torch.distributed.run
     --standalone
     --nproc-per-node $((PIPELINE_SIZE * TENSOR_SIZE * DATA_PARALLEL_SIZE))
-    pretrain_gpt.py
+    "$REPOSITORY/pretrain_gpt.py"
     --pipeline-schedule "$PIPELINE_SCHEDULE"
     --pipeline-model-parallel-size "$PIPELINE_SIZE"
     --tensor-model-parallel-size "$TENSOR_SIZE"

@@ -15,14 +15,24 @@ from zero_bubble.costs import Costs
 from zero_bubble.placement import Placement
 from zero_bubble.profile.profile import Profile, load_profile
 
-__all__ = ["AUTOMATIC", "add_auto_arguments", "cache_directory", "check_auto", "limit_factor"]
+__all__ = [
+    "AUTOMATIC",
+    "SWITCH_AFTER",
+    "add_auto_arguments",
+    "cache_directory",
+    "check_auto",
+    "limit_factor",
+]
 
 AUTOMATIC = {"auto": "zb-h1", "auto-v": "zb-v"}
 """Values of --pipeline-schedule that search, and the schedule each starts on."""
 EFFORTS = ("quick", "normal", "thorough")
 PROFILE_ITERS, TRACE_ITERS = (5, 10), (16, 18)
 DRIFT_INTERVAL, DRIFT_THRESHOLD = 100, 0.02
+DRIFT_LEAST = 10
 NO_CACHE = "none"
+SWITCH_AFTER = 3
+"""Iterations from the last one measured to the first that may run another schedule."""
 _RANGE = re.compile(r"(\d+):(\d+)")
 _FACTOR = re.compile(r"(\d+\.?\d*|\.\d+)p", re.IGNORECASE)
 _UNIT = 1e9
@@ -44,7 +54,6 @@ def add_auto_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--zero-bubble-profile-iters",
-        type=_iterations,
         default=None,
         metavar="FIRST:LAST",
         help="Iterations that are measured, both included, counted from 1 at the start of the job. "
@@ -108,7 +117,6 @@ def add_auto_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--zero-bubble-trace-iters",
-        type=_iterations,
         default=None,
         metavar="FIRST:LAST",
         help="Which iterations, both included, counted from 1 at the start of the job. Default: "
@@ -122,17 +130,27 @@ def add_auto_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _iterations(text: str) -> tuple[int, int]:
-    match = _RANGE.fullmatch(text.strip())
+def _window(flag: str, given: Any, default: tuple[int, int], *, least: int) -> tuple[int, int]:
+    """The iterations that a flag names; understood already, if arguments are checked again."""
+    if not isinstance(given, str):
+        return default if given is None else given
+    text = given.strip()
+    match = _RANGE.fullmatch(text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected FIRST:LAST, such as 5:10")
-    return int(match[1]), int(match[2])
+        raise ConfigurationError(f"{flag} {text}: expected FIRST:LAST, such as 5:10")
+    first, last = int(match[1]), int(match[2])
+    if first < least or last < first:
+        raise ConfigurationError(
+            f"{flag} {text}: FIRST must be at least {least}, and LAST not before it"
+        )
+    return first, last
 
 
 def limit_factor(limit: str) -> float | None:
-    """X of a limit ``Xp``; None of any other."""
-    match = _FACTOR.fullmatch(limit.strip())
-    return None if match is None else float(match[1])
+    """X of a limit ``Xp``, the least of several; None if there is another kind among them."""
+    matches = [_FACTOR.fullmatch(one.strip()) for one in limit.split(",")]
+    factors = [float(one[1]) for one in matches if one is not None]
+    return min(factors) if len(factors) == len(matches) else None
 
 
 def cache_directory(args: Any) -> Path | None:
@@ -170,9 +188,10 @@ def check_auto(args: Any, placement: Placement | None) -> None:
     _check_window(args)
     interval = getattr(args, "zero_bubble_drift_interval", None)
     args.zero_bubble_drift_interval = DRIFT_INTERVAL if interval is None else interval
-    if args.zero_bubble_drift_interval < 0:
+    if args.zero_bubble_drift_interval and args.zero_bubble_drift_interval < DRIFT_LEAST:
         raise ConfigurationError(
-            f"--zero-bubble-drift-interval {interval}: a number of iterations, or 0 for never"
+            f"--zero-bubble-drift-interval {interval}: at least {DRIFT_LEAST} iterations, so that "
+            "one measurement has ended before the next begins, or 0 for never"
         )
     threshold = getattr(args, "zero_bubble_drift_threshold", None)
     args.zero_bubble_drift_threshold = DRIFT_THRESHOLD if threshold is None else threshold
@@ -199,9 +218,16 @@ def _check_recording(args: Any, placement: Placement | None) -> None:
             f"{flag} needs a --pipeline-schedule of ours: Megatron's own is not recorded; "
             "1f1b is the same schedule, run by ours"
         )
+    if asked["--log-zero-bubble-to-tensorboard"] and not (
+        getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", "")
+    ):
+        raise ConfigurationError(
+            "--log-zero-bubble-to-tensorboard has nowhere to write to: add --tensorboard-dir DIR, "
+            "or --wandb-project"
+        )
     if trace is not None:
-        args.zero_bubble_trace_iters = window or TRACE_ITERS
-        _require_range("--zero-bubble-trace-iters", args.zero_bubble_trace_iters, least=1)
+        flag = "--zero-bubble-trace-iters"
+        args.zero_bubble_trace_iters = _window(flag, window, TRACE_ITERS, least=1)
         if Path(trace).exists() and not Path(trace).is_dir():
             raise ConfigurationError(
                 f"--zero-bubble-trace {trace} is a file: name a directory, which is made if needed"
@@ -223,7 +249,10 @@ def _limit(args: Any, placement: Placement) -> str:
     try:
         limits = memory_limits(given, placement, Costs.uniform(placement, 1, 1, 1, m_b=_UNIT))
     except ValueError as error:
-        raise ConfigurationError(f"{flag}: {str(error).partition(': ')[2] or error}") from error
+        raise ConfigurationError(
+            f"{flag}: expected auto, 2p, 12GiB or inf, one for all of {placement.num_stages} "
+            "stages, or one each, separated by commas"
+        ) from error
     chunks = placement.num_chunks(0)
     factors = [limit_factor(one) for one in given.split(",")]
     if any(one is not None and one * placement.num_stages < 1 for one in factors):
@@ -243,20 +272,21 @@ def _limit(args: Any, placement: Placement) -> str:
 def _check_window(args: Any) -> None:
     flag = "--zero-bubble-profile-iters"
     given = getattr(args, "zero_bubble_profile_iters", None)
-    args.zero_bubble_profile_iters = first, last = given or PROFILE_ITERS
+    first, last = _window(flag, given, PROFILE_ITERS, least=2)
+    args.zero_bubble_profile_iters = first, last
     if given is None and getattr(args, "zero_bubble_profile", None) is not None:
         return  # nothing is measured first
-    _require_range(flag, (first, last), least=2)
     if first == last:
         raise ConfigurationError(
             f"{flag} {first}:{last}: the first iteration measures memory, those after it times; "
             f"give at least two, such as {first}:{first + 5}"
         )
     total = getattr(args, "train_iters", None)
-    if total is not None and last >= total:
+    if total is not None and last + SWITCH_AFTER > total:
         raise ConfigurationError(
-            f"{flag} {first}:{last} ends after training, which has {total} iterations "
-            "(--train-iters): choose earlier ones, or --pipeline-schedule "
+            f"{flag} {first}:{last} is too late: the job has {total} iterations (--train-iters), "
+            f"and switches {SWITCH_AFTER} after the last at best; choose earlier ones, or "
+            "--pipeline-schedule "
             f"{AUTOMATIC[args.pipeline_schedule]}, which needs none"
         )
     interval = getattr(args, "eval_interval", None)
@@ -281,8 +311,8 @@ def _check_profile(args: Any, placement: Placement) -> None:
             )
         if cache_directory(args) is None:
             raise ConfigurationError(
-                "--zero-bubble-profile-exit writes the profile to --zero-bubble-cache, which is "
-                "nowhere here: give it a directory"
+                "--zero-bubble-profile-exit writes the profile: it needs --zero-bubble-cache DIR, "
+                "or --save"
             )
     if path is None:
         return
@@ -298,16 +328,10 @@ def _check_profile(args: Any, placement: Placement) -> None:
 def _load(path: str) -> Profile:
     try:
         return load_profile(path)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise ConfigurationError(f"--zero-bubble-profile {path}: {error.strerror}") from error
+    except ValueError as error:
         raise ConfigurationError(f"--zero-bubble-profile {error}") from error
-
-
-def _require_range(flag: str, window: tuple[int, int], *, least: int) -> None:
-    first, last = window
-    if first < least or last < first:
-        raise ConfigurationError(
-            f"{flag} {first}:{last}: FIRST must be at least {least}, and LAST not before it"
-        )
 
 
 def _name(flag: str) -> str:

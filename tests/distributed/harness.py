@@ -153,7 +153,7 @@ class Zygote:
 
     def _run(self, config: Config, directory: Path, extra: Sequence[str], limit_s: float) -> Any:
         directory.mkdir(parents=True, exist_ok=True)
-        argv = [*config.flags(), "--data-cache-path", str(directory / "cache"), *extra]
+        argv = [*config.flags(), "--data-cache-path", str(self.log.parent / "cache"), *extra]
         (directory / "command.txt").write_text(" ".join(argv) + "\n")
         request = {
             "argv": argv,

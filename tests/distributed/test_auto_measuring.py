@@ -33,12 +33,12 @@ def test_auto_schedule_measures_without_waits_and_messages(
 ) -> None:
     """Iterations 4 and 5 are timed, 2 and 6 are not; all four run the same schedule."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    config, record = Config(iterations=7), tmp_path / "calls"
+    config, record = Config(iterations=8), tmp_path / "calls"
     flags = ("--zero-bubble-profile-iters", "3:5", "--data-cache-path", str(tmp_path / "cache"))
     command = [str(RANK), str(record), *config.flags(), *AUTO, *flags]
     run_ranks(command, config.world_size, logs=tmp_path, time_limit=240)
     for rank in range(config.world_size):
-        _, plain, whole, *timed, after, _ = json.loads(Path(f"{record}.{rank}").read_text())
+        _, plain, whole, *timed, after, _, _ = json.loads(Path(f"{record}.{rank}").read_text())
         events = [_take_records(step) for step in (plain, whole, *timed, after)]
         # Two or three a pass, and those of the reduction and the step: what measures is on.
         passes = 3 * config.num_microbatches
@@ -76,7 +76,7 @@ def test_auto_schedule_is_no_worse_than_any_fixed_one_on_the_times_of_its_own_ru
     barrier, so that the cost, of each stage from its own start to its end, is what counts."""
     layout = ("--pipeline-model-parallel-layout", "Ettt|ttt|tttt|tttL")
     config = Config(
-        pp=4, layers=13, hidden=128, sequence=64, microbatches=6, iterations=9, clip_grad=0.0,
+        pp=4, layers=13, hidden=128, sequence=64, microbatches=6, iterations=10, clip_grad=0.0,
         extra=layout,
     )  # fmt: skip
     flags = ("--zero-bubble-profile-iters", "3:7", "--zero-bubble-cache", str(tmp_path))

@@ -20,8 +20,8 @@ from zero_bubble.simulate import simulate
 from zero_bubble.trace.merge import load_traces
 
 FIRST, LAST = 3, 5
-SWITCH = LAST + 2
-"""All have reported when iteration LAST + 1 begins; the announcement is for the one after it."""
+SWITCH = LAST + 3
+"""All have reported when iteration LAST + 1 begins; a switch is announced two iterations ahead."""
 FLAGS = (
     *("--zero-bubble-profile-iters", f"{FIRST}:{LAST}", "--zero-bubble-wait-for-search"),
     *("--zero-bubble-effort", "quick", "--zero-bubble-drift-interval", "0"),
@@ -66,7 +66,7 @@ V_CASES = {
     "tp2": Case(Config(tp=2, clip_grad=NEVER_CLIPS), "auto-v", "2p"),
     "validated": Case(Config(clip_grad=NEVER_CLIPS), "auto-v", "1p", VALIDATED),
     "validated_linear": Case(
-        Config(pp=4, microbatches=6, iterations=10, clip_grad=NEVER_CLIPS),
+        Config(pp=4, microbatches=6, iterations=11, clip_grad=NEVER_CLIPS),
         extra=VALIDATED,
         default=True,
     ),
@@ -164,7 +164,7 @@ def test_auto_schedule_follows_a_growing_batch_without_measuring_again(
     for size in sorted(set(sizes[SWITCH:])):
         first = sizes.index(size)
         assert not searched[first]
-        assert all(searched[first + 2 : first + sizes.count(size)])
+        assert all(searched[first + 3 : first + sizes.count(size)])
     assert sum("profile of" in line for line in actual.logs[0].splitlines()) == 1
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from megatron.zero_bubble.profile import monitor as monitor_module
 from megatron.zero_bubble.profile.monitor import NOTHING, MeasuredBatch, Monitor, Wish
 from megatron.zero_bubble.runtime.session import BatchRecord
 from zero_bubble.builders import build, forwards
@@ -211,6 +212,37 @@ def who_waits_gets_all() -> None:
     assert party.taken == []
     training.monitor.hand_on(wait=True)
     assert party.iterations == [1]
+
+
+def one_that_waits_hands_on_before_the_next_batch(waits: bool) -> None:
+    """Before the parties hear of the next iteration, even if the device is not there yet."""
+    party = Party({1: TIMES})
+    training = Training(party)
+    training.device.is_past = lambda mark: False  # type: ignore[method-assign]
+    training.device.ms = float  # type: ignore[method-assign, assignment]
+    training.monitor.waits = waits
+    training.iteration()
+    assert party.taken == []
+    taken: list[int] = []
+    party.before = lambda iteration, request: taken.extend(party.iterations)  # type: ignore[method-assign]
+    training.batch()
+    assert taken == ([1] if waits else [])
+
+
+def the_clock_is_made_anew_where_memory_is_wanted() -> None:
+    """Before the first of such iterations, and before no other one."""
+    party = Party({2: TIMES, 3: MEMORY, 4: MEMORY, 5: TIMES, 8: MEMORY})
+    training = Training(party)
+    made: list[int] = []
+
+    def clock_for(device: Any) -> Device:
+        made.append(training.number)
+        return training.device
+
+    with mock.patch.object(monitor_module, "clock_for", clock_for):
+        for _ in range(9):
+            training.iteration()
+    assert made == [3, 8]
 
 
 def an_iteration_without_a_step() -> None:

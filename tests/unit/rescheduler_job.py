@@ -1,17 +1,20 @@
 """The ranks of a job as objects, for rescheduler_checks.py.
 
-They share a store in memory. A step of one of them may come before or after that of another, as
-far as a pipeline lets them: whoever begins iteration i + 1 has had a forward of rank 0 in i.
+They share a store in memory. What one of them does may come before or after what another does, as
+far as a pipeline lets them. With run-ahead a rank may begin iteration i, and end its batch, before
+rank 0 begins i; but none ends the optimizer's step of i before all have ended their batches of i.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +29,11 @@ from megatron.zero_bubble.profile import rescheduler as rescheduler_module
 from megatron.zero_bubble.profile.board import Board
 from megatron.zero_bubble.profile.coordinator import Coordinator
 from megatron.zero_bubble.profile.messages import Messages
-from megatron.zero_bubble.profile.monitor import MeasuredBatch
+from megatron.zero_bubble.profile.monitor import MeasuredBatch, Wish
 from megatron.zero_bubble.profile.rescheduler import Rescheduler, Settings
 from megatron.zero_bubble.profile.search import SearchFailed
 from zero_bubble.builders import build
-from zero_bubble.export.json_io import ScheduleFile, load_file, save_schedule
+from zero_bubble.export.json_io import ScheduleFile, parse_file, save_schedule
 from zero_bubble.lower import lower
 from zero_bubble.placement import linear
 from zero_bubble.schedule import Pass
@@ -38,8 +41,9 @@ from zero_bubble.trace.rank_file import TracedPass
 
 RANKS, MICROBATCHES = 3, 6
 NO_DRIFT = Settings(first=3, last=5, drift_interval=0)
-PROGRAMS = {m: lower(build("zb-h1", RANKS, m)) for m in (MICROBATCHES, 8)}
 FIRST = "zb-h1"
+STARTS = {m: build(FIRST, RANKS, m) for m in (MICROBATCHES, 8)}
+PROGRAMS = {m: lower(schedule) for m, schedule in STARTS.items()}
 
 
 @dataclass
@@ -63,7 +67,9 @@ class FakeSearch:
     microbatches: int
     looks: int
     stopped: bool = False
-    command: tuple[str, ...] = ("schedule", "auto")
+
+    def command(self, costs: str) -> str:
+        return f"schedule auto --costs {costs}"
 
     def result(self, *, wait: bool = False) -> ScheduleFile | None:
         assert not self.stopped
@@ -72,19 +78,22 @@ class FakeSearch:
             return None
         if self.searches.fails:
             raise SearchFailed("there is none")
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / "schedule.json"
-            path.write_text(self.text())
-            return load_file(path)
+        return parse_file(json.loads(self.text()))
 
     def text(self) -> str:
-        found = replace(build("zb-h2", RANKS, self.microbatches), name=f"found-{self.number}")
-        with tempfile.TemporaryDirectory() as directory:
-            save_schedule(found, Path(directory) / "schedule.json")
-            return (Path(directory) / "schedule.json").read_text()
+        return _found(self.number, self.microbatches)
 
     def stop(self) -> None:
         self.stopped = True
+
+
+@cache
+def _found(number: int, microbatches: int) -> str:
+    """A schedule file's text."""
+    found = replace(build("zb-h2", RANKS, microbatches), name=f"found-{number}")
+    with tempfile.TemporaryDirectory() as directory:
+        save_schedule(found, Path(directory) / "schedule.json")
+        return (Path(directory) / "schedule.json").read_text()
 
 
 class Job:
@@ -97,6 +106,7 @@ class Job:
         *,
         patient: bool = False,
         stop: bool = False,
+        cache: Path | None = None,
         ms: Callable[[int], float] = lambda iteration: 1.0,
     ) -> None:
         self.searches, self.ms = searches, ms
@@ -111,7 +121,7 @@ class Job:
             coordinator = None
             if rank == 0:
                 coordinator = Coordinator(
-                    board, RANKS, linear(RANKS), {}, limit="2p", effort="quick", cache=None,
+                    board, RANKS, linear(RANKS), {}, limit="2p", effort="quick", cache=cache,
                     stop=stop, barrier=False, patient=patient,
                 )  # fmt: skip
             self.ranks.append(Rank(self, rank, board, coordinator, settings))
@@ -125,30 +135,44 @@ class Job:
             options=SimpleNamespace(num_microbatches=microbatches),
         )
 
-    def train(self, iterations: int, *, skipped: int = 0) -> None:
+    def train(self, iterations: int, *, first: int = 1, skipped: int = 0) -> None:
         """One iteration after the other, all ranks in step; ``skipped`` is left out."""
-        for iteration in range(1, iterations + 1):
+        for iteration in range(first, iterations + 1):
             if iteration != skipped:
                 for rank in self.ranks:
                     rank.begin(iteration)
                 for rank in self.ranks:
-                    rank.end(iteration)
+                    rank.end_batch()
+                for rank in self.ranks:
+                    rank.end_step()
 
-    def train_out_of_step(self, iterations: int, draw: random.Random) -> None:
+    def train_out_of_step(self, iterations: int, draw: random.Random) -> int:
         """Any rank may go on whenever the others have come far enough.
 
-        A batch is handed on up to three iterations after it has ended, as from a GPU.
+        A batch is handed on up to three iterations after it has ended, as from a GPU. Returns how
+        many batches have ended before rank 0 began that iteration.
         """
-        while any(rank.ended < iterations for rank in self.ranks):
+        early = 0
+        while any(rank.stepped < iterations for rank in self.ranks):
             rank = draw.choice(self.ranks)
-            others = [one for one in self.ranks if one is not rank]
             now = rank.begun
-            if rank.ended < now:
-                # No step without messages from all others in this iteration.
-                if all(one.begun >= now for one in others):
-                    rank.end(now, hand_on=draw.random() < 0.4 or rank.unread_for(now) >= 3)
-            elif now < iterations and all(one.begun >= now for one in others):
-                rank.begin(now + 1)
+            if rank.stepped == now:
+                if now < iterations:
+                    rank.begin(now + 1)
+            elif rank.ended < now:
+                if self._has_messages(rank):
+                    early += self.ranks[0].begun < now
+                    rank.end_batch()
+            elif all(one.ended >= now for one in self.ranks):  # their gradients' norm is known
+                rank.end_step(hand_on=draw.random() < 0.4 or rank.unread_for(now) >= 3)
+        return early
+
+    def _has_messages(self, rank: Rank) -> bool:
+        """Forwards of earlier stages, which may have run ahead; backwards of later ones."""
+        earlier, later = self.ranks[: rank.number], self.ranks[rank.number + 1 :]
+        return all(one.begun >= rank.begun or one.is_ahead for one in earlier) and all(
+            one.begun >= rank.begun for one in later
+        )
 
     @property
     def running(self) -> list[str]:
@@ -165,57 +189,94 @@ class Job:
         return rows[0]
 
 
+@dataclass(frozen=True)
+class _Batch:
+    iteration: int
+    request: Any
+    name: str
+    """Of the schedule."""
+    wish: Wish
+
+
 class Rank:
-    """One rank, and what it does in each iteration."""
+    """One rank, and what it does in each iteration: `begin`, `end_batch`, `end_step`."""
 
     def __init__(
         self, job: Job, number: int, board: Board, coordinator: Coordinator | None,
         settings: Settings,
     ) -> None:  # fmt: skip
         self._job, self.number, self.board = job, number, board
-        session: Any = SimpleNamespace(reschedule=lambda build: None, placement=linear(RANKS))
+        session: Any = SimpleNamespace(reschedule=self._reschedule, placement=linear(RANKS))
         self.party = Rescheduler(
             session, board, coordinator, settings,
-            start=lambda microbatches: build(FIRST, RANKS, microbatches),
+            start=lambda microbatches: STARTS[microbatches],
             rank=number, device=torch.device("cpu"),
         )  # fmt: skip
-        self.begun = self.ended = 0
+        self.begun = self.ended = self.stepped = 0
+        """The last iteration that has begun, whose batch has ended, whose step has."""
         self.running: dict[int, str] = {}
         self.measured: list[int] = []
         self.memory: list[int] = []
         self.lets_run_ahead: dict[int, bool] = {}
         self.unread: list[MeasuredBatch] = []
+        self._batch: _Batch | None = None
+        self._ahead: _Batch | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a part of the next batch has run."""
+        return self._ahead is not None
 
     def begin(self, iteration: int) -> None:
+        """The batch is asked for; what has run ahead is its beginning, if it is the same one."""
         request = self._job.request(iteration)
         self.party.before(iteration, request)
-        microbatches = request.options.num_microbatches
-        self.running[iteration] = self.party.schedule(RANKS, microbatches).name
-        wish = self.party.wants(iteration)
-        if wish.times:
-            self.measured.append(iteration)
-            self.memory += [iteration] * wish.memory
-            passes, now = [], 0.0
-            for what, held in (("0F0", 100), ("0I0", 40), ("0W0", 0)):
-                end = now + self._job.ms(iteration)
-                passes.append(TracedPass(Pass.parse(what), now, now, end, held))
-                now = end
-            program = PROGRAMS[microbatches]
-            self.unread.append(
-                MeasuredBatch(iteration, program, self.number, wish, tuple(passes), ())
-            )
+        ahead, self._ahead = self._ahead, None
+        asked = iteration, request
+        kept = ahead is not None and (ahead.iteration, ahead.request) == asked
+        self._batch = ahead if kept else self._attend(*asked)
         self.begun = iteration
+
+    def end_batch(self) -> None:
+        """The step begins; in it this rank asks whether it may run ahead."""
+        batch = self._batch
+        assert batch is not None
+        now, wish = batch.iteration, batch.wish
+        self.running[now] = batch.name
+        if wish.times:
+            self.measured.append(now)
+            self.memory += [now] * wish.memory
+            self.unread.append(self._measure(batch))
+        if self._job.validates:
+            lets = self.lets_run_ahead[now + 1] = self.party.lets_run_ahead(now + 1)
+            if lets and self.number < RANKS - 1:  # the last stage knows the result at once
+                self._ahead = self._attend(now + 1, batch.request)
+        self.ended = now
+
+    def end_step(self, *, hand_on: bool = True) -> None:
+        while hand_on and self.unread:
+            self.party.take(self.unread.pop(0))
+        self.stepped = self.ended
 
     def unread_for(self, iteration: int) -> int:
         """How many iterations ago the oldest batch was that has not been handed on."""
         return iteration - self.unread[0].iteration if self.unread else 0
 
-    def end(self, iteration: int, *, hand_on: bool = True) -> None:
-        if self._job.validates:
-            self.lets_run_ahead[iteration + 1] = self.party.lets_run_ahead(iteration + 1)
-        while hand_on and self.unread:
-            self.party.take(self.unread.pop(0))
-        self.ended = iteration
+    def _reschedule(self, build_schedule: Any) -> None:
+        self._ahead = None
+
+    def _attend(self, iteration: int, request: Any) -> _Batch:
+        name = self.party.schedule(RANKS, request.options.num_microbatches).name
+        return _Batch(iteration, request, name, self.party.wants(iteration))
+
+    def _measure(self, batch: _Batch) -> MeasuredBatch:
+        passes, now = [], 0.0
+        for what, held in (("0F0", 100), ("0I0", 40), ("0W0", 0)):
+            end = now + self._job.ms(batch.iteration)
+            passes.append(TracedPass(Pass.parse(what), now, now, end, held))
+            now = end
+        program = PROGRAMS[batch.request.options.num_microbatches]
+        return MeasuredBatch(batch.iteration, program, self.number, batch.wish, tuple(passes), ())
 
 
 @contextmanager

@@ -21,6 +21,7 @@ check = checks_of("tests.unit.monitor_checks")
         "evaluations_are_none",
         "nothing_is_handed_on_before_it_is_past",
         "who_waits_gets_all",
+        "the_clock_is_made_anew_where_memory_is_wanted",
         "an_iteration_without_a_step",
         "a_batch_that_never_ended_is_dropped",
         "a_run_ahead_belongs_to_the_next_iteration",
@@ -33,3 +34,8 @@ check = checks_of("tests.unit.monitor_checks")
 )
 def test_monitor(what: str) -> None:
     check(what)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_one_that_waits_hands_on_before_the_next_batch(waits: bool) -> None:
+    check("one_that_waits_hands_on_before_the_next_batch", waits=waits)

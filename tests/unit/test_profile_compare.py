@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -268,8 +269,26 @@ def test_columns_of_what_is_not_known_are_left_out(folder: Path, capsys: Capture
             "bare.json: the profile's job has no global_batch_size, micro_batch_size, "
             "data_parallel_size, so the number of microbatches is not known: give --microbatches",
         ),
-        ("profile.json --memory-limit 0.1p", "--memory-limit 0.1p: memory limit"),
-        ("profile.json --memory-limit 1GiB,1", "--memory-limit 1GiB,1: memory limit 1 of stage 1"),
+        (
+            "profile.json --memory-limit 100KiB",  # 2**30 bytes
+            "--memory-limit 100KiB: memory limit 100 KiB of stage 0 cannot be met: one microbatch "
+            "takes 1 GiB there, the least that works\n",
+        ),
+        ("profile.json --memory-limit 1GiB,1", "--memory-limit 1GiB,1: memory limit 1 B of stage"),
+        (
+            "profile.json --memory-limit auto",
+            "--memory-limit 'auto': expected a limit such as 1.5p, 12GiB, 7.5 or inf\n",
+        ),
+        (
+            "room.json --memory-limit auto",
+            "--memory-limit 'auto': expected a limit such as 1.5p, 12GiB, 7.5 or inf; leave the "
+            "flag out for the profile's room\n",
+        ),
+        (
+            "size-1.json room.json --memory-limit 9foo --global-batch-size 8",
+            "--memory-limit 9foo: unknown unit 'foo'; known: p, B, KiB, MiB, GiB, TiB, KB, MB, GB, "
+            "TB; leave the flag out for the room of the profiles\n",
+        ),
         ("profile.json --memory-limit all", "--memory-limit 'all': expected a limit such as"),
         ("profile.json --json none/x.json", "--json none/x.json: there is no directory none"),
         ("profile.json --effort hard", "argument --effort: invalid choice: 'hard'"),
@@ -283,6 +302,7 @@ def test_errors(arguments: str, message: str, folder: Path, capsys: Capture) -> 
     profile = equal_stages(2)
     (folder / "costs.json").write_text(json.dumps(profile.costs.to_dict()))
     save_profile(Profile(placement=linear(2), costs=profile.costs), folder / "bare.json")
+    save_profile(replace(profile, room=(GIB, None)), folder / "room.json")
     assert main(arguments.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

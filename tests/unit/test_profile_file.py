@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from zero_bubble.cli import main
 from zero_bubble.costs import Costs
 from zero_bubble.placement import linear, v_shape
-from zero_bubble.profile.profile import Profile, load_profile, save_profile
+from zero_bubble.profile.profile import Profile, listed, load_profile, save_profile
 
 Capture = pytest.CaptureFixture[str]
 
@@ -112,8 +113,36 @@ def test_what_is_no_profile(text: str, tmp_path: Path) -> None:
 
 def test_what_differs_between_jobs() -> None:
     job = {**PROFILE.job, "hidden_size": 1024, "seq_length": 8}
-    assert PROFILE.differences(job) == ["hidden_size 512, not 1024", "seq_length nothing, not 8"]
+    hidden_size, seq_length = PROFILE.differences(job)
+    for word in ("hidden_size", "512", "1024"):
+        assert word in hidden_size
+    for word in ("seq_length", "not given", "8"):
+        assert word in seq_length
     assert PROFILE.differences(dict(PROFILE.job)) == []
+
+
+def test_what_people_set_themselves_comes_first() -> None:
+    job = {**PROFILE.job, "a_detail": 1, "device": "another", "bf16": False, "hidden_size": 8}
+    names = [one.split()[0] for one in PROFILE.differences(job)]
+    assert names == ["device", "hidden_size", "a_detail", "bf16"]
+
+
+def test_of_many_differences_four_are_told() -> None:
+    assert listed(["a 1", "b 2"]) == "a 1; b 2"
+    assert "more" not in listed(["one"] * 4)
+    shown = listed(["a", "b", "c", "d", "e", "f"])
+    assert shown.startswith("a; b; c; d")
+    assert "2 more" in shown
+
+
+def test_costs_do_not_depend_on_the_global_batch_size() -> None:
+    """It is kept for those who read the file."""
+    profile = replace(PROFILE, job={**PROFILE.job, "global_batch_size": 16})
+    assert profile.to_dict()["job"]["global_batch_size"] == 16
+    assert profile.differences({**PROFILE.job, "global_batch_size": 32}) == []
+    assert profile.differences(dict(PROFILE.job)) == []
+    other = {**PROFILE.job, "global_batch_size": 32, "micro_batch_size": 4}
+    assert len(profile.differences(other)) == 1
 
 
 def test_commands_take_its_costs(tmp_path: Path, capsys: Capture) -> None:

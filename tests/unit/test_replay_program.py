@@ -243,7 +243,9 @@ def test_the_median_iteration_decides_and_stages_name_their_furthest_pass() -> N
     assert figures["predicted"]["cost"] == 10 + 1 + 10 + 10 + 1 + 10
     assert figures["measured"]["costs"] == [99, 46, 45]
     assert figures["ratio"] == 46 / 42
-    assert figures["measured"]["bubble_rate"] == pytest.approx(26 / 46)
+    # Stage 0 took 10 + 13 ms of 46, not the 20 asked for; of 99, 10 + 66; of 45, 10 + 12.
+    assert figures["measured"]["bubble_rates"] == pytest.approx([23 / 99, 23 / 46, 23 / 45])
+    assert figures["measured"]["bubble_rate"] == pytest.approx(23 / 46)
     # Predicted ends: 10 and 42, 21 and 31.
     assert figures["stages"] == [
         {"predicted": 42, "measured": 46, "largest_difference": 4, "of_pass": "0B0"},
@@ -344,7 +346,18 @@ def test_auto_searches_within_the_limit() -> None:
         ("--json {tmp}/none/x.json", "--json {tmp}/none/x.json: there is no directory"),
         ("--schedule {tmp}/s.json --stages 2", "--stages 2 is not for a file: {tmp}/s.json"),
         ("--schedule {tmp}/bad.json", "--schedule {tmp}/bad.json cannot run: stage 0, 0I0: order"),
-        ("--stages 3 --costs {tmp}/c.json", "--costs {tmp}/c.json: the costs are for stages"),
+        (
+            "--stages 3 --costs {tmp}/c.json",
+            "--costs {tmp}/c.json: costs are for 2 stages, --stages is 3",
+        ),
+        (
+            "--schedule {tmp}/s.json --costs {tmp}/three.json",
+            "--costs {tmp}/three.json: costs are for 3 stages, the schedule of {tmp}/s.json has 2",
+        ),
+        (
+            "--placement v --costs {tmp}/c.json",
+            "--costs {tmp}/c.json: the costs are for stages of (1, 1) chunks",
+        ),
         ("--costs {tmp}/zero.json", "all passes take no time"),
         ("--costs {tmp}/gone.json", "{tmp}/gone.json: No such file"),
     ],
@@ -355,6 +368,7 @@ def test_errors_say_what_is_wrong_and_end_with_2(
     save_schedule(build("1f1b", 2, 2), tmp_path / "s.json")
     save_schedule(parse(linear(1), 1, "0I0 0F0 0W0"), tmp_path / "bad.json")
     save_costs(tiny(linear(2)), tmp_path / "c.json")
+    save_costs(tiny(linear(3)), tmp_path / "three.json")
     save_costs(Costs.uniform(linear(2), 0, 0, 0), tmp_path / "zero.json")
     assert main(flags.format(tmp=tmp_path).split()) == 2
     captured = capsys.readouterr()
@@ -376,6 +390,10 @@ def test_the_command_prints_and_writes_what_it_measured(
     assert traced.missing == ()
     assert [one.cost for one in traced.measured] == pytest.approx(
         figures["measured"]["costs"], abs=1e-3
+    )
+    # A run has one bubble rate, whichever tool says it.
+    assert [one.bubble_rate for one in traced.measured] == pytest.approx(
+        figures["measured"]["bubble_rates"], abs=1e-3
     )
     printed = capsys.readouterr().out
     assert f"median {figures['measured']['cost']:.1f} ms" in printed

@@ -13,7 +13,9 @@ check = checks_of("tests.unit.rescheduler_checks")
 
 
 def test_all_ranks_switch_in_the_same_iteration_however_their_steps_interleave() -> None:
-    assert check("all_switch_in_the_same_iteration", cases=150) > 3
+    switches, early = check("all_switch_in_the_same_iteration", cases=120)
+    assert switches > 3
+    assert early > 120  # in some of 20 iterations
 
 
 def test_another_length_with_ranks_out_of_step() -> None:
@@ -34,6 +36,7 @@ def test_another_length_with_ranks_out_of_step() -> None:
         "a_search_that_fails",
         "what_is_no_better_is_not_switched_to",
         "a_job_that_ends_with_the_profile",
+        "the_profile_it_ends_with_is_kept",
         "announcements_are_text",
     ],
 )
@@ -41,12 +44,22 @@ def test_rescheduler(what: str) -> None:
     check(what)
 
 
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_profile_that_cannot_be_written(stop: bool) -> None:
+    check("a_profile_that_cannot_be_written", stop=stop)
+
+
+def test_a_start_that_ends_before_it_has_measured_is_told() -> None:
+    assert check("a_start_that_ends_before_it_has_measured", total=104)
+    assert not check("a_start_that_ends_before_it_has_measured", total=200)
+
+
 def test_what_a_switch_has_gained_is_told_after_ten_iterations() -> None:
     line = check("what_a_switch_has_gained", sizes={})
     assert line is not None
-    assert line.startswith(
-        "found-0: an iteration takes 80.0 ms instead of 100.0 (medians of 10): measured gain 20.0%"
-    )
+    assert line.startswith("found-0")
+    for figure in ("80.0 ms instead of 100.0", "medians of 10", "measured gain 20.0%"):
+        assert figure in line
 
 
 @pytest.mark.parametrize("size", [(8, 32), (6, 64)])
@@ -61,7 +74,7 @@ def test_times_that_stay_are_measured_now_and_then() -> None:
     measured, searches, lines = check("drift", factors={})
     assert measured[:9] == [3, 4, 5, 11, 12, 13, 19, 20, 21]
     assert searches == 1
-    assert "found-0 goes on: times have moved by 0.0% at most" in lines
+    assert any("found-0 goes on" in line and "0.0%" in line for line in lines)
 
 
 @pytest.mark.parametrize(("factor", "searches"), [(1.01, 1), (1.05, 2), (0.9, 2)])

@@ -70,10 +70,15 @@ def test_memory_of_what_is_not_there() -> None:
     assert peak([]) == 0
 
 
-def test_memory_is_never_negative_and_w_s_is_a_part_of_it() -> None:
-    assert chunk_memory(passes("0F0 -10, 0I0 -20, 0W0 -90"), 1) == ((0.0,), (0.0,))
-    assert chunk_memory(passes("0F0 10, 0I0 30, 0W0 0"), 1) == ((10.0,), (10.0,))
+def test_memory_is_never_negative() -> None:
+    assert chunk_memory(passes("0F0 -10, 0I0 -10, 0W0 5"), 1) == ((0.0,), (0.0,))
     assert chunk_memory(passes("0F0 10, 0I0 0, 0W0 5"), 1) == ((10.0,), (0.0,))
+
+
+def test_a_microbatch_keeps_at_least_what_waits_for_w() -> None:
+    """With full recomputation F keeps 10, B makes 40 of it, and W frees these."""
+    assert chunk_memory(passes("0F0 10, 0I0 40, 0W0 0"), 1) == ((40.0,), (40.0,))
+    assert chunk_memory(passes("0F0 0, 0I0 70, 0W0 0"), 1) == ((70.0,), (70.0,))
 
 
 def test_room_on_a_cpu_is_divided_among_the_ranks_of_the_host(

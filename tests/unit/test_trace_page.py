@@ -158,6 +158,18 @@ def test_the_table_says_what_the_trace_says(run: Opened) -> None:
     assert [*map(float, works)] == pytest.approx(measured.work, abs=0.006)
 
 
+def test_a_figure_and_its_unit_stay_on_one_line(run: Opened) -> None:
+    """In a tile too narrow for the note, which then has a line for each."""
+    note = run.page.locator("#figures > div:nth-child(2) .note")
+    note.evaluate("one => { one.style.width = '1em'; }")
+    lines = note.locator("span").evaluate_all("all => all.map(one => one.getClientRects().length)")
+    height = note.evaluate("one => one.offsetHeight / parseFloat(getComputedStyle(one).lineHeight)")
+    note.evaluate("one => { one.style.width = ''; }")
+    assert re.fullmatch(r"predicted \d+\.\d\d ms \([+-]\d+\.\d %\)", note.inner_text())
+    assert lines == [1, 1]
+    assert round(height) == 3
+
+
 def test_the_wheel_zooms_at_the_pointer_and_a_double_click_shows_all(run: Opened) -> None:
     run.reset()
     everything = run.count("[data-panel=measured] rect.pass")

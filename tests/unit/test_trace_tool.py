@@ -30,6 +30,7 @@ def test_both_files_and_a_table_of_each_iteration(
         assert f"iteration {one.iteration}, zb-h1, 5 microbatches" in printed
         assert f"{100 * one.bubble_rate:.2f} %" in printed
         assert f"{100 * one.predict().bubble_rate:.2f} %" in printed
+    assert printed.count("predicted: the same order with the median times measured") == 1
     assert len(json.loads((directory / "trace.json").read_text())["traceEvents"]) > 3 * 3 * 15
     assert "<!doctype html>" in (directory / "page.html").read_text()
 

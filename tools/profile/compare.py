@@ -96,7 +96,9 @@ def _one(path: str, profile: Profile, arguments: argparse.Namespace) -> dict[str
     batch = _batch(path, profile, arguments)
     from zero_bubble.profile.whatif import room_limit, what_if
 
-    limit = _limit(profile, arguments.memory_limit) or room_limit(profile)
+    room = room_limit(profile)
+    hint = "the profile's room" if room else None
+    limit = _limit(profile, arguments.memory_limit, hint) or room
     announce_compiling()
     found = what_if(profile, batch.microbatches, limit, effort=arguments.effort)
     print(
@@ -131,15 +133,18 @@ def _several(
             "its own number of microbatches; give --global-batch-size"
         )
     from zero_bubble.profile.microbatch_size import largest_of, trade
+    from zero_bubble.profile.whatif import room_limit
 
     largest = largest_of(profiles, batch_given=arguments.global_batch_size is not None)
     for path, profile in profiles:
         _batch(path, profile, arguments)
+    hint = "the room of the profiles" if any(room_limit(one) for _, one in profiles) else None
+    limit = _limit(largest, arguments.memory_limit, hint)
     announce_compiling()
     found = trade(
         profiles,
         global_batch_size=arguments.global_batch_size,
-        limit=_limit(largest, arguments.memory_limit),
+        limit=limit,
         effort=arguments.effort,
     )
     print(
@@ -157,12 +162,17 @@ def _several(
     return _trade_record(found)
 
 
-def _limit(profile: Profile, text: str | None) -> Limit | None:
+def _limit(profile: Profile, text: str | None, room: str | None) -> Limit | None:
+    """What ``--memory-limit`` asks for; ``room`` is what counts where the flag is left out."""
     from zero_bubble.profile.whatif import Limit
 
     if text is None:
         return None
-    memory_limits(text, profile.placement, profile.costs)  # says what is wrong with it
+    try:
+        memory_limits(text, profile.placement, profile.costs)
+    except ValueError as error:
+        hint = f"; leave the flag out for {room}" if room else ""
+        raise ValueError(f"{error}{hint}") from error
     name = text.replace(" ", "")
     return Limit(
         name if len(name) <= _LONGEST_NAME else "own-limits",

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero_bubble.cli.amount import BYTES
+from zero_bubble.amount import BYTES
 from zero_bubble.costs import Costs, Table
 from zero_bubble.profile.profile import Profile, load_profile
 

@@ -4,11 +4,16 @@
         --schedule auto --memory-limit 2p
 
 Interpreter, transport and program are those of training, over gloo on this machine; only the passes
-are sleep. Predicted is what the simulator says of the same schedule and times. Cost means the same
-for both (`Timeline.cost`): the longest time from a stage's first start to its last end. Measured
-times come from the interpreter's event log: a pass starts when its message is there and the pass
-before it is done, and ends when its instruction ends. `megatron.zero_bubble.profile.replay` says
-how pauses and messages are timed. The median of the repeats decides.
+are sleep. Predicted is what the simulator says of the same schedule and of the times asked for.
+Cost means the same for both (`Timeline.cost`): the longest time from a stage's first start to its
+last end. Measured times come from the interpreter's event log: a pass starts when its message is
+there and the pass before it is done, and ends when its instruction ends.
+`megatron.zero_bubble.profile.replay` says how pauses and messages are timed. The median of the
+repeats decides.
+
+The measured bubble rate is that of a trace (`zero_bubble.trace.measured.Measured`): (cost - work) /
+cost with what the passes really took as work. A trace's prediction is another: it takes the times
+measured, and so leaves out what made single passes longer than they were asked to be.
 
 Exit code: 0 if measured over predicted is within --bar, 1 if not or if a stage failed, 2 for a
 user's error.
@@ -160,6 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     if arguments.trace is not None:
         save_traces(plan, found, arguments.trace)
+        print(f"{arguments.trace}: for trace.py, which predicts with the times measured")
     met: bool = figures["ratio"] <= arguments.bar
     verdict = f"measured over predicted {figures['ratio']:.4f}, bar {arguments.bar:g}"
     print(f"{'met' if met else 'MISSED'}: {verdict}")
@@ -181,7 +187,7 @@ def figures_of(plan: Plan, found: Replayed) -> dict[str, Any]:
     costs = [one.timeline.cost for one in found.iterations]
     median = statistics.median(costs)
     typical = min(found.iterations, key=lambda one: abs(one.timeline.cost - median))
-    work = max(predicted.work)
+    rates = [_bubble_rate(one.timeline) for one in found.iterations]
     pauses = sorted(excess for one in found.iterations for excess in _excesses(one.timeline))
     latencies = sorted(ms for one in found.iterations for ms in one.latencies)
     return {
@@ -191,7 +197,12 @@ def figures_of(plan: Plan, found: Replayed) -> dict[str, Any]:
         "scale": plan.scale,
         "bound": plan.bound,
         "predicted": {"cost": predicted.cost, "bubble_rate": predicted.bubble_rate},
-        "measured": {"costs": costs, "cost": median, "bubble_rate": (median - work) / median},
+        "measured": {
+            "costs": costs,
+            "cost": median,
+            "bubble_rates": rates,
+            "bubble_rate": statistics.median(rates),
+        },
         "ratio": median / predicted.cost,
         "stages": _stages(predicted, typical.timeline),
         "excess": _quantiles(pauses),
@@ -199,6 +210,12 @@ def figures_of(plan: Plan, found: Replayed) -> dict[str, Any]:
         "t_comm": plan.costs.t_comm,
         "real_time": found.real_time,
     }
+
+
+def _bubble_rate(measured: Timeline) -> float:
+    """As `zero_bubble.trace.measured.Measured.bubble_rate`: with the work measured."""
+    work = max(sum(one.end - one.start for one in row) for row in measured.spans)
+    return (measured.cost - work) / measured.cost
 
 
 def _stages(predicted: Timeline, measured: Timeline) -> list[dict[str, Any]]:
@@ -252,10 +269,18 @@ def report(plan: Plan, figures: dict[str, Any]) -> None:
     )
     if plan.bound is not None:
         print(f"bound: {plan.bound:.1f} ms")
-    print(f"predicted: cost {predicted['cost']:.1f} ms, bubble rate {predicted['bubble_rate']:.2%}")
+    print(
+        f"predicted, with the times asked for: cost {predicted['cost']:.1f} ms, "
+        f"bubble rate {predicted['bubble_rate']:.2%}"
+    )
     print(
         f"measured: cost {', '.join(f'{one:.1f}' for one in measured['costs'])} ms, "
-        f"median {measured['cost']:.1f} ms, bubble rate {measured['bubble_rate']:.2%}"
+        f"median {measured['cost']:.1f} ms"
+    )
+    print(
+        f"measured, with what passes took as work: bubble rate "
+        f"{', '.join(f'{one:.2%}' for one in measured['bubble_rates'])}, "
+        f"median {measured['bubble_rate']:.2%}"
     )
     rows = [
         (

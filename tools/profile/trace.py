@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero_bubble.cli.amount import BYTES
+from zero_bubble.amount import in_bytes
 from zero_bubble.cli.common import Parser
 from zero_bubble.cli.output import require_writable
 from zero_bubble.cli.table import table
@@ -33,6 +33,10 @@ _HEADINGS = {
     Cause.FINALIZE: "finalize",
     Cause.OPTIMIZER: "optimizer",
 }
+_DEFINITIONS = (
+    "bubble rate: (cost - work) / cost, with what the passes really took as work\n"
+    "predicted: the same order with the median times measured in that iteration"
+)
 _EXAMPLES = """
   tools/profile/trace.py traces
   tools/profile/trace.py traces --iterations 10:12 --output trace.json --page page.html
@@ -79,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"trace.py: {sentence}", file=sys.stderr)
     for one in traces.measured:
         print(f"{_title(one)}\n\n{_table(one)}\n")
+    print(f"{_DEFINITIONS}\n")
     save_trace(traces.measured, output)
     save_page(traces.measured, page)
     print(f"{output}: for https://ui.perfetto.dev\n{page}: for a browser")
@@ -155,13 +160,8 @@ def _row(
         *(f"{mean:.2f}" for mean in means),
         f"{cost:.2f}",
         f"{100 * rate:.2f} %",
-        "-" if peak is None else _bytes(peak),
+        "-" if peak is None else in_bytes(peak),
     ]
-
-
-def _bytes(memory: float) -> str:
-    unit = next((one for one in ("GiB", "MiB", "KiB") if memory >= BYTES[one]), "B")
-    return f"{memory / BYTES[unit]:.4g} {unit}"
 
 
 if __name__ == "__main__":

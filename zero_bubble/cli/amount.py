@@ -1,40 +1,16 @@
-"""Amounts of memory as people write and read them."""
+"""Amounts of memory as people write them."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
+
+from zero_bubble.amount import BYTES, amount
 
 __all__ = ["BYTES", "amount", "parse_amount"]
 
-BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        "B": 1,
-        "KiB": 2**10,
-        "MiB": 2**20,
-        "GiB": 2**30,
-        "TiB": 2**40,
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-    }
-)
-"""Bytes of each unit."""
 _FACTOR = {unit.lower(): factor for unit, factor in BYTES.items()}
 _GRAMMAR = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([a-z]*)", re.I)
-_BYTES_FROM = 1e6
-"""M_B is 1 or a small number where formulas are meant; what is above this can only be bytes."""
-
-
-def amount(memory: float) -> str:
-    """``7.5`` in the unit of the costs, or ``11.2 GiB`` where that can only be bytes."""
-    if abs(memory) < _BYTES_FROM or memory == float("inf"):
-        return f"{memory:.4g}"
-    unit = next((one for one in ("GiB", "MiB") if abs(memory) >= BYTES[one]), "KiB")
-    return f"{memory / BYTES[unit]:.4g} {unit}"
 
 
 def parse_amount(text: str) -> float:

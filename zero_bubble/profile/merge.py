@@ -63,8 +63,9 @@ def merge(
         t_f=slowest(Kind.F),
         t_b=slowest(Kind.B),
         t_w=slowest(Kind.W),
-        m_b=m_b,
-        m_w=tuple(tuple(map(min, *rows)) for rows in zip(m_b, m_w, strict=True)),
+        # Of different ranks' figures the M_W may be the larger.
+        m_b=tuple(tuple(map(max, *rows)) for rows in zip(m_b, m_w, strict=True)),
+        m_w=m_w,
         t_edges=edges,
     )
     rooms = [[one.room for one in by_stage[stage]] for stage in stages]

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from zero_bubble.amount import amount
 from zero_bubble.placement import v_shape
 from zero_bubble.profile.batch import Batch
-from zero_bubble.profile.profile import Profile
+from zero_bubble.profile.profile import Profile, Scalar
 from zero_bubble.profile.whatif import (
     Case,
     Limit,
@@ -32,6 +33,22 @@ _ONE_F_ONE_B = ("1f1b", "interleaved")
 _PLAIN = (*_ONE_F_ONE_B, "gpipe")
 """What is no zero-bubble schedule."""
 _SIZE, _BATCH, _REPLICAS = "micro_batch_size", "global_batch_size", "data_parallel_size"
+_CHOSEN = (
+    _BATCH,
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "num_experts",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    _REPLICAS,
+    "device",
+)
+"""What people choose, and others follow from: differences between jobs begin with these."""
+_MOST_TOLD = 4
+"""Differences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +152,10 @@ def trade(
             else:
                 choices.append(Choice(size, batch, family, outcome))
     if not choices:
+        size, _, smallest = by_size[0]
         raise ValueError(
-            f"{common.origin}: at no microbatch size does one microbatch fit: with size "
-            f"{by_size[0][0]} it takes up to {max(map(math.fsum, by_size[0][2].costs.m_b)):.6g} "
-            "on a stage"
+            f"{common.origin}: at no microbatch size does one microbatch fit: with size {size} it "
+            f"takes up to {amount(max(map(math.fsum, smallest.costs.m_b)))} on a stage"
         )
     return Trade(
         global_batch_size=choices[0].batch.samples or 0,
@@ -200,11 +217,15 @@ def _holds_one(case: Case, limit: Limit) -> bool:
 def _common_limit(profiles: Sequence[Profile], limit: Limit | None) -> Limit:
     """One memory for all microbatch sizes; the last profile is that of the largest."""
     placement, costs = profiles[-1].placement, profiles[-1].costs
-    known = [] if limit is None else [limit]
-    known += [room for one in profiles if (room := room_limit(one)) is not None]
+    rooms = [room for one in profiles if (room := room_limit(one)) is not None]
+    known = [*([] if limit is None else [limit]), *rooms]
     if known:
         memory = tuple(map(min, zip(*(one.of(placement, costs) for one in known), strict=True)))
-        origin = " and ".join(dict.fromkeys(one.origin for one in known))
+        origins = [] if limit is None else [limit.origin]
+        if rooms:
+            whose = "the profiles" if len(rooms) > 1 else "one of the profiles"
+            origins.append(f"the room of {whose}")
+        origin = " and ".join(origins)
     else:
         memory = tuple(placement.num_stages * math.fsum(row) for row in costs.m_b)
         origin = "1p of the largest microbatch"
@@ -246,14 +267,22 @@ def _require_equal(
 ) -> None:
     differing = [
         key
-        for key in sorted({*one.job, *other.job} - free)
-        if one.job.get(key) != other.job.get(key)
+        for key in dict.fromkeys((*_CHOSEN, *sorted({*one.job, *other.job})))
+        if key not in free and one.job.get(key) != other.job.get(key)
     ]
     if not differing:
         return
-    text = "; ".join(f"{key} {one.job.get(key)}, not {other.job.get(key)}" for key in differing)
-    hint = ", or give --global-batch-size" if _BATCH in differing else ""
-    raise ValueError(f"{name}: {text} as in {other_name}: only {_SIZE} may differ{hint}")
+    told = [
+        f"{key} {_shown(other.job.get(key))} in {other_name}, {_shown(one.job.get(key))} in {name}"
+        for key in differing[:_MOST_TOLD]
+    ]
+    more = f" and {rest} more" if (rest := len(differing) - len(told)) else ""
+    hint = ", or give --global-batch-size" if differing == [_BATCH] else ""
+    raise ValueError(f"{'; '.join(told)}{more}: only {_SIZE} may differ{hint}")
+
+
+def _shown(value: Scalar) -> str:
+    return "nothing" if value is None else str(value)
 
 
 def _placed(profile: Profile) -> str:

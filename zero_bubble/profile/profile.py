@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -28,11 +28,26 @@ from typing import Any, Self
 from zero_bubble.costs import Costs
 from zero_bubble.placement import Placement
 
-__all__ = ["Profile", "load_profile", "save_profile"]
+__all__ = ["Profile", "listed", "load_profile", "save_profile"]
 
 _FORMAT = "zero-bubble profile"
 _VERSION = 1
 _REQUIRED = ("job", "placement", "costs")
+_TOLD_FIRST = frozenset(
+    {
+        "hidden_size",
+        "num_layers",
+        "num_attention_heads",
+        "seq_length",
+        "micro_batch_size",
+        "pipeline_model_parallel_size",
+        "tensor_model_parallel_size",
+        "data_parallel_size",
+        "device",
+    }
+)
+_FREE = {"global_batch_size"}
+"""Kept for those who read the file: costs do not depend on it."""
 
 type Scalar = str | int | float | bool | None
 
@@ -51,10 +66,11 @@ class Profile:
     """Of a whole iteration, with all that is not pipeline; 0 if unknown."""
 
     def differences(self, job: Mapping[str, Scalar]) -> list[str]:
-        """What is not as in the profile: a text such as ``hidden_size 1024, not 512`` each."""
+        """What is not as in the profile, a text each, what people set themselves first."""
+        names = sorted({*self.job, *job} - _FREE, key=lambda one: (one not in _TOLD_FIRST, one))
         return [
-            f"{name} {_shown(self.job.get(name))}, not {_shown(job.get(name))}"
-            for name in sorted({*self.job, *job})
+            f"{name} {_shown(self.job.get(name))} in the profile, {_shown(job.get(name))} here"
+            for name in names
             if self.job.get(name) != job.get(name)
         ]
 
@@ -112,6 +128,12 @@ class Profile:
         )
 
 
+def listed(differences: Sequence[str]) -> str:
+    """The first four, and how many more there are."""
+    more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
+    return "; ".join(differences[:4]) + more
+
+
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Write a profile, a line a field; whole or not at all."""
     fields = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in profile.to_dict().items())
@@ -140,4 +162,4 @@ def _is_amount(value: object) -> bool:
 
 
 def _shown(value: Scalar) -> str:
-    return "nothing" if value is None else str(value)
+    return "not given" if value is None else str(value)

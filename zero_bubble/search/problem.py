@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from zero_bubble.amount import in_bytes, is_bytes
 from zero_bubble.costs import Costs
 from zero_bubble.placement import Placement
 
@@ -65,9 +67,10 @@ class Problem:
             )
         for stage, limit in enumerate(self.memory_limit):
             if math.isnan(limit) or limit < self.least_memory(stage) * (1 - 1e-9):
+                given, least = _shown(limit, self.least_memory(stage))
                 raise ValueError(
-                    f"memory limit {limit:.6g} of stage {stage} cannot be met: one microbatch "
-                    f"takes {self.least_memory(stage):.6g} there, the least that works"
+                    f"memory limit {given} of stage {stage} cannot be met: one microbatch takes "
+                    f"{least} there, the least that works"
                 )
 
     @classmethod
@@ -139,3 +142,10 @@ class Problem:
             limit=np.array(self.memory_limit, dtype=np.float64),
             held=held,
         )
+
+
+def _shown(limit: float, least: float) -> tuple[str, str]:
+    """A limit and what is more than it, so that they read differently."""
+    if not is_bytes(limit, least):
+        return f"{limit:.6g}", f"{least:.6g}"
+    return in_bytes(limit, rounding=ROUND_FLOOR), in_bytes(least, rounding=ROUND_CEILING)

@@ -19,6 +19,8 @@ def chunk_memory(
     """(M_B, M_W) in bytes of each chunk of a stage, by what its passes added and freed.
 
     The median of the F's is M_B, that of the W's M_W; without W's it is M_B, the most it can be.
+    Where activations are recomputed in B, more may wait for W than F has kept: M_B is then M_W, so
+    that nothing holds more than these two say.
     Passes before which or after which nobody counted are left out; 0 if nothing is left.
     """
     changes: dict[tuple[Kind, int], list[int]] = defaultdict(list)
@@ -31,8 +33,8 @@ def chunk_memory(
     for chunk in range(chunks):
         m_b = max(statistics.median(changes[Kind.F, chunk] or [0]), 0.0)
         m_w = max(-statistics.median(changes[Kind.W, chunk] or [-m_b]), 0.0)
-        whole.append(float(m_b))
-        part.append(float(min(m_w, m_b)))
+        whole.append(float(max(m_b, m_w)))
+        part.append(float(m_w))
     return tuple(whole), tuple(part)
 
 

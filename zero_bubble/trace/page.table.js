@@ -49,7 +49,8 @@ function drawFigures(run) {
     figure("Bubble rate, measured", percent(run.bubble_rate),
       `predicted ${percent(predicted.bubble_rate)}`),
     figure("Cost, measured", `${ms(run.cost)} ms`,
-      `predicted ${ms(predicted.cost)} ms (${longer.startsWith("-") ? "" : "+"}${longer} %)`),
+      `predicted <span>${ms(predicted.cost)} ms</span> ` +
+      `<span>(${longer.startsWith("-") ? "" : "+"}${longer} %)</span>`),
     figure("Work of the busiest stage", `${ms(stages[busiest].work)} ms`, `stage ${busiest}`),
     figure("Most time lost", `${ms(causes[0].ms)} ms`, `a stage, ${causes[0].label}`),
     ...(peak < 0 ? [] : [figure("Peak of activations", bytes(peak),

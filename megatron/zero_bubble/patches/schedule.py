@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 from megatron.zero_bubble.arguments import schedule_for
+from megatron.zero_bubble.errors import ConfigurationError
+from megatron.zero_bubble.launch import stop
 from megatron.zero_bubble.patches.optimizer import (
     current_post_validation,
     tell_of_steps,
@@ -60,15 +62,17 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
             _sessions.append(session)
             if args.optimizer_post_validation:
                 validate_steps_of(session, args, limit)
-            tell_of_steps(
-                attend(
+            try:
+                monitor = attend(
                     session,
                     args,
                     named=schedule_for,
                     microbatches=get_num_microbatches,
                     counts=_counts,
                 )
-            )
+            except ConfigurationError as error:
+                stop(error)
+            tell_of_steps(monitor)
         return _sessions[0].forward_backward
 
     return get_forward_backward_func

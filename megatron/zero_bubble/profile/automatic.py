@@ -12,7 +12,7 @@ from typing import Any
 from megatron.zero_bubble.auto_arguments import AUTOMATIC, cache_directory, limit_factor
 from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.profile.board import Board
-from megatron.zero_bubble.profile.coordinator import Coordinator, limit_text
+from megatron.zero_bubble.profile.coordinator import Coordinator, limit_text, takes_longer
 from megatron.zero_bubble.profile.job import describe_job
 from megatron.zero_bubble.profile.monitor import Monitor
 from megatron.zero_bubble.profile.ranges import Ranges
@@ -23,8 +23,9 @@ from megatron.zero_bubble.profile.trace import TraceRecorder
 from megatron.zero_bubble.runtime.session import Session
 from zero_bubble.cli.memory_limit import memory_limits
 from zero_bubble.export.json_io import ScheduleFile, load_file, parse_file
-from zero_bubble.profile.profile import Profile, Scalar, load_profile
+from zero_bubble.profile.profile import Profile, Scalar, listed, load_profile
 from zero_bubble.schedule import Schedule
+from zero_bubble.simulate import simulate
 
 __all__ = ["attend"]
 
@@ -64,6 +65,7 @@ def attend(
         return None
     monitor = Monitor(session, lambda: args.curr_iteration + 1)
     board = Board.of_job(60.0 * args.distributed_timeout_minutes)
+    monitor.waits = automatic and args.zero_bubble_wait_for_search
     if automatic:
         monitor.parties.append(
             _rescheduler(session, args, board, named, microbatches(), monitor.device)
@@ -99,6 +101,8 @@ def _rescheduler(
     device: Any,
 ) -> Rescheduler:
     job = describe_job(args)
+    stages = session.placement.num_stages
+    first = partial(named, AUTOMATIC[args.pipeline_schedule], stages)
     coordinator = None
     if args.rank == 0:
         coordinator = Coordinator(
@@ -113,7 +117,9 @@ def _rescheduler(
             barrier=not args.optimizer_post_validation,
             patient=args.zero_bubble_wait_for_search,
         )
-        board.post("begin", _beginning(args, session, coordinator, job, microbatches))
+        board.post(
+            "begin", _beginning(args, session, coordinator, job, microbatches, first(microbatches))
+        )
     beginning = json.loads(board.wait("begin"))
     if beginning.get("error"):
         raise ConfigurationError(beginning["error"])
@@ -122,18 +128,20 @@ def _rescheduler(
         schedule = parse_file(json.loads(beginning["schedule"])).schedule
         known[schedule.num_microbatches] = schedule
     factor = limit_factor(args.zero_bubble_memory_limit)
-    if factor is not None and factor < 1:
-        start = _searched_start(board, coordinator)
-    else:
-        stages = session.placement.num_stages
-        start = partial(named, AUTOMATIC[args.pipeline_schedule], stages)
-    first, last = args.zero_bubble_profile_iters
+    low = factor is not None and factor < 1
+    begin, last = args.zero_bubble_profile_iters
     rescheduler = Rescheduler(
         session,
         board,
         coordinator,
-        Settings(first, last, args.zero_bubble_drift_interval, args.zero_bubble_drift_threshold),
-        start=start,
+        Settings(
+            begin,
+            last,
+            args.zero_bubble_drift_interval,
+            args.zero_bubble_drift_threshold,
+            args.train_iters,
+        ),
+        start=_searched_start(board, coordinator) if low else first,
         rank=args.rank,
         device=device,
         profiled=bool(beginning["profiled"]),
@@ -152,7 +160,7 @@ def _searched_start(board: Board, coordinator: Coordinator | None) -> Callable[[
         if coordinator is not None:
             try:
                 text = coordinator.starting_schedule(microbatches)
-            except SearchFailed as error:
+            except (SearchFailed, OSError) as error:
                 text = json.dumps({"error": str(error)})
             board.post(note, text)
         data = json.loads(board.wait(note))
@@ -169,6 +177,7 @@ def _beginning(
     coordinator: Coordinator,
     job: dict[str, Scalar],
     microbatches: int,
+    first: Schedule,
 ) -> str:
     """What all ranks begin with: whether there is a profile, and a schedule made for it."""
     given = args.zero_bubble_profile
@@ -179,7 +188,7 @@ def _beginning(
             return json.dumps(
                 {
                     "error": f"--zero-bubble-profile {given} is of another job: "
-                    f"{'; '.join(different[:4])}; leave the flag out to measure this one"
+                    f"{listed(different)}; leave the flag out to measure this one"
                 }
             )
         coordinator.profile = profile
@@ -190,7 +199,7 @@ def _beginning(
     if cached is None or directory is None:
         return json.dumps({"profiled": False})
     coordinator.profile = cached
-    found = _cached_schedule(directory, cached, args, microbatches)
+    found = _cached_schedule(directory, cached, args, microbatches, first)
     logger.info(
         "reusing %s of an earlier start in %s",
         "profile" if found is None else f"profile and schedule {found.schedule.name}",
@@ -215,13 +224,17 @@ def _cached_profile(
     if profile.placement != session.placement:
         different.insert(0, f"placement {profile.placement.name}, not {session.placement.name}")
     if different:
-        logger.warning("measuring again, %s is of another job: %s", path, "; ".join(different[:4]))
+        logger.warning(
+            "measuring again, and replacing %s, which is of another job: %s",
+            path,
+            listed(different),
+        )
         return None
     return profile
 
 
 def _cached_schedule(
-    directory: Path, profile: Profile, args: Any, microbatches: int
+    directory: Path, profile: Profile, args: Any, microbatches: int, first: Schedule
 ) -> ScheduleFile | None:
     """The schedule found for this profile, limit and batch; None if it is for others."""
     path = directory / "schedule.json"
@@ -238,8 +251,15 @@ def _cached_schedule(
         found.schedule.placement == profile.placement
         and found.schedule.num_microbatches == microbatches
         and found.memory_limit == limits
+        and (args.optimizer_post_validation or not _is_longer(found, profile, first))
     )
     return found if same else None
+
+
+def _is_longer(found: ScheduleFile, profile: Profile, first: Schedule) -> bool:
+    """Whether an iteration would take longer than with the first schedule, behind a barrier."""
+    costs = profile.costs
+    return takes_longer(simulate(found.schedule, costs), simulate(first, costs))
 
 
 def _samples() -> int:

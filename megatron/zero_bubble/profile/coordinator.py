@@ -1,10 +1,11 @@
 """The one rank that merges reports, lets a search run, and announces what it found.
 
-A switch is announced before the rank begins an iteration i, for iteration i + 1. No rank can finish
-i without a forward of this rank's in i: all of them read the announcement before they begin i + 1,
-and no rank has to wait for another. On a GPU it is the device that cannot finish; the host follows
-it, because Megatron's step asks for numbers (the norm, whether the step succeeded) that the device
-makes.
+A switch is announced before the rank begins an iteration i, for iteration i + 2. No rank can end
+the optimizer's step of i without what this rank says of its gradients in i (the norm, or whether
+they are finite), and asks for it on the host. So all of them find the announcement in step i + 1,
+where they decide whether to run ahead into i + 2, and no rank has to wait for another. For i + 1 it
+would be too early: a rank that has run ahead into i needs nothing of this rank's batch i for its
+own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Self
 
 from megatron.zero_bubble.profile.board import Board
 from megatron.zero_bubble.profile.search import Search, SearchFailed
-from zero_bubble.cli.amount import amount
+from zero_bubble.amount import amount
 from zero_bubble.costs import Costs
 from zero_bubble.export.json_io import ScheduleFile
 from zero_bubble.placement import Placement
@@ -30,10 +31,11 @@ from zero_bubble.profile.report import RankReport
 from zero_bubble.schedule import Schedule
 from zero_bubble.simulate import Timeline, simulate
 
-__all__ = ["Announcement", "Coordinator", "Wanted", "limit_text"]
+__all__ = ["Announcement", "Coordinator", "Wanted", "limit_text", "takes_longer"]
 
 logger = logging.getLogger(__name__)
 
+_AHEAD = 2
 _SAME = 1e-3
 """Gains below it are no reason to change anything."""
 
@@ -54,6 +56,8 @@ class Announcement:
     """By how much an iteration is predicted to get shorter."""
     stop: bool = False
     """Whether the job ends at that iteration."""
+    error: str = ""
+    """Why it ends with an error, if it does."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -146,21 +150,25 @@ class Coordinator:
             for name in names:
                 self._board.remove(name)
             self._round = None
-            self._merge([RankReport.from_json(text) for text in texts])
+            error = self._merge([RankReport.from_json(text) for text in texts])
             if self._stop:
                 self._wanted.clear()
-                self._announce(Announcement(0, iteration + 1, self._epoch, stop=True))
+                self._announce(
+                    Announcement(0, iteration + _AHEAD, self._epoch, stop=True, error=error)
+                )
                 return
         if self._search is None and self._wanted and self.profile is not None:
             wanted = self._wanted.pop(0)
             moved = self._moved(wanted, self.profile)
-            if wanted.least_gain and moved < wanted.least_gain:
+            if wanted.least_gain:
                 logger.info(
-                    "%s goes on: times have moved by %.1f%% at most",
-                    wanted.running().name,
+                    "drift: a pass has moved by %.1f%% at most since the last search: %s",
                     100 * moved,
+                    "searching again"
+                    if moved >= wanted.least_gain
+                    else f"{wanted.running().name} goes on",
                 )
-            else:
+            if not wanted.least_gain or moved >= wanted.least_gain:
                 self._begin_search(self.profile, wanted)
         if self._search is not None:
             self._look_at_search(*self._search, iteration)
@@ -180,15 +188,17 @@ class Coordinator:
         finally:
             search.stop()
 
-    def _merge(self, reports: list[RankReport]) -> None:
+    def _merge(self, reports: list[RankReport]) -> str:
+        """Make the profile, and keep it; why that failed."""
         before = self.profile
         profile = merge(self._placement, reports, self._job, before=before)
         self.profile, costs = profile, profile.costs
         if (line := outlier_line(reports)) is not None:
             logger.warning("%s", line)
         logger.info(
-            "profile of %d batches: F %s, B %s, W %s ms; messages %s ms; a microbatch keeps %s",
-            reports[0].batches,
+            "%sprofile of %s: F %s, B %s, W %s ms; messages %s ms; a microbatch keeps %s",
+            "" if before is None else "drift: ",
+            "1 batch" if reports[0].batches == 1 else f"{reports[0].batches} batches",
             _span(costs.t_f),
             _span(costs.t_b),
             _span(costs.t_w),
@@ -197,7 +207,7 @@ class Coordinator:
         )
         if before is None:  # what lies there was found for another profile
             self._keep("schedule.json", lambda path: path.unlink(missing_ok=True))
-        self._keep("profile.json", lambda path: save_profile(profile, path))
+        return self._keep("profile.json", lambda path: save_profile(profile, path))
 
     def _moved(self, wanted: Wanted, profile: Profile) -> float:
         """How far times are from those that the running schedule was chosen by."""
@@ -216,14 +226,22 @@ class Coordinator:
         except (OSError, ValueError) as error:
             logger.warning("no schedule is searched for: %s", error)
             return
-        logger.info("searching: zero-bubble %s", " ".join(search.command))
+        kept = self._cache is not None and (self._cache / "profile.json").is_file()
+        costs = str(self._cache / "profile.json") if self._cache and kept else "PROFILE.json"
+        logger.info("searching: %s", search.command(costs))
         self._search = wanted, search
 
     def _look_at_search(self, wanted: Wanted, search: Search, iteration: int) -> None:
         try:
             found = search.result(wait=self._patient)
         except SearchFailed as error:
-            logger.warning("the search failed, %s goes on: %s", wanted.running().name, error)
+            reason = str(error).removeprefix("zero-bubble: ")
+            reason = reason.replace("--memory-limit", "--zero-bubble-memory-limit")
+            logger.warning(
+                "%s goes on, whatever memory it takes: the search failed: %s",
+                wanted.running().name,
+                reason,
+            )
             self._end_search()
             return
         if found is None:
@@ -245,7 +263,10 @@ class Coordinator:
             for held, limit in zip(before.peak_memory, limits, strict=True)
         )
         gain = 1 - after.cost / before.cost if before.cost else 0.0
-        longer = self._barrier and _length(after) > _length(before) * (1 + _SAME)
+        longer = self._barrier and takes_longer(after, before)
+        if fits and found.schedule.passes == running.passes:
+            logger.info("%s goes on: nothing better was found", running.name)
+            return None
         if fits and (longer or gain < max(_SAME, wanted.least_gain)):
             why = (
                 ", but with steps that wait for all stages an iteration would take longer: see "
@@ -269,7 +290,7 @@ class Coordinator:
         logger.info(
             "iteration %d switches to %s: predicted cost %.2f ms instead of %.2f with %s (%.1f%% "
             "less), bubble rate %.1f%% instead of %.1f%%%s",
-            iteration + 1,
+            iteration + _AHEAD,
             found.schedule.name,
             after.cost,
             before.cost,
@@ -281,7 +302,7 @@ class Coordinator:
         )
         return Announcement(
             wanted.microbatches,
-            iteration + 1,
+            iteration + _AHEAD,
             self._epoch,
             text,
             saved_ms=self._period(before) - self._period(after),
@@ -291,15 +312,17 @@ class Coordinator:
         """ms that a schedule adds to an iteration."""
         return _length(timeline) if self._barrier else timeline.cost
 
-    def _keep(self, name: str, write: Callable[[Path], object]) -> None:
-        """In the cache, if there is one; training does not end for want of it."""
+    def _keep(self, name: str, write: Callable[[Path], object]) -> str:
+        """In the cache, if there is one; why not. Training does not end for want of it."""
         if self._cache is None:
-            return
+            return ""
         try:
             self._cache.mkdir(parents=True, exist_ok=True)
             write(self._cache / name)
         except OSError as error:
             logger.warning("%s is not kept: %s", name, error)
+            return f"{name} cannot be written to --zero-bubble-cache {self._cache}: {error}"
+        return ""
 
     def _announce(self, announcement: Announcement) -> None:
         self._board.post(f"announcement/{self._announced}", announcement.to_json())
@@ -328,7 +351,17 @@ def limit_text(limit: str, profile: Profile, microbatches: int) -> str:
     for row, room in zip(profile.costs.m_b, profile.room, strict=True):
         enough = room is None or room >= microbatches * sum(row)
         texts.append("inf" if enough else f"{room:.0f}")
+    logger.info(
+        "--zero-bubble-memory-limit auto: room for %s%s",
+        _bytes_span([[room or 0.0] for room in profile.room]),
+        f", enough for all {microbatches} microbatches: no limit" if set(texts) == {"inf"} else "",
+    )
     return "inf" if set(texts) == {"inf"} else ",".join(texts)
+
+
+def takes_longer(one: Timeline, other: Timeline) -> bool:
+    """Whether it does where stages start together, and step when all have ended."""
+    return _length(one) > _length(other) * (1 + _SAME)
 
 
 def _length(timeline: Timeline) -> float:

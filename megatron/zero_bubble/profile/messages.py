@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Messages", "measure_messages", "messages_of"]
 
 _REPEATS = 7
+_CLOCK_REPEATS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class _Line:
         """Ask for the other side's clock, and tell it its offset to stage 0's, in ns."""
         asked, stamp = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         trips = []
-        for _ in range(_REPEATS):
+        for _ in range(_CLOCK_REPEATS):
             begin = time.perf_counter_ns()
             trip = self.call(asked, stamp)
             trips.append((trip, begin + trip // 2 - int(stamp.item())))
@@ -106,7 +107,7 @@ class _Line:
     def ask_time(self, device: torch.device) -> int:
         """The other side of `tell_time`: this stage's offset."""
         asked, stamp = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-        for _ in range(_REPEATS):
+        for _ in range(_CLOCK_REPEATS):
             self._wait(self.transport.receive(self.there, asked))
             stamp[0] = time.perf_counter_ns()
             self.transport.send(self.back, stamp)

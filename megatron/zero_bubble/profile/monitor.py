@@ -92,6 +92,9 @@ class Monitor:
     def __init__(self, session: Session, iteration: Callable[[], int]) -> None:
         self._session, self._iteration = session, iteration
         self.parties: list[Party] = []
+        self.waits = False
+        """Whether a batch is handed on before the next one begins, even if the device must be
+        waited for."""
         self._open: dict[int, _Open] = {}
         self._ended: deque[_Open] = deque()
         self._clock: Clock | None = None
@@ -115,8 +118,9 @@ class Monitor:
         now = self._iteration()
         for number in [one for one in self._open if one < now]:
             self._close(number)  # its optimizer has not stepped
-        self.hand_on()
-        assert self.clock is not None  # made now, between batches
+        self.hand_on(wait=self.waits)
+        if self._clock is None or self._begins_with_memory(now):
+            self._clock = clock_for(self.device)  # between batches: it may wait for the device
         for party in self.parties:
             party.before(now, request)
 
@@ -139,6 +143,13 @@ class Monitor:
         recording = Recording(self.clock, held)
         self._open[number] = _Open(number, wish, wanting, recording)
         return compute, recording
+
+    def _begins_with_memory(self, iteration: int) -> bool:
+        """The clocks of host and device drift apart; a trace wants them together."""
+        return any(
+            one.wants(iteration).memory and not one.wants(iteration - 1).memory
+            for one in self.parties
+        )
 
     def lets_run_ahead(self) -> bool:
         return all(party.lets_run_ahead(self._iteration() + 1) for party in self.parties)

@@ -231,6 +231,12 @@ def _times_of(
     several = microbatches or 3 * placement.num_stages
     if arguments.costs is not None:
         costs = load_costs(arguments.costs)
+        if (known := len(costs.shape)) != (wanted := placement.num_stages):
+            place = "--stages is" if file is None else f"the schedule of {arguments.schedule} has"
+            raise UsageError(
+                f"--costs {arguments.costs}: costs are for {counted(known, 'stage')}, "
+                f"{place} {wanted}"
+            )
         try:
             costs.require(placement)
         except ValueError as error:

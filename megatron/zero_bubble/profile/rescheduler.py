@@ -17,6 +17,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.auto_arguments import SWITCH_AFTER
+from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.profile.board import Board
 from megatron.zero_bubble.profile.coordinator import Announcement, Coordinator, Wanted
 from megatron.zero_bubble.profile.messages import messages_of
@@ -49,6 +51,8 @@ class Settings:
     """Iterations from the end of one measurement to the next; 0 switches that off."""
     drift_threshold: float = 0.02
     """Share of the predicted cost that a new schedule has to gain."""
+    total: int | None = None
+    """The last iteration of the job."""
 
 
 @dataclass(slots=True)
@@ -160,8 +164,15 @@ class Rescheduler:
         if not self._begun:
             self._begun, self._sizes = True, sizes
             if not self._profiled:
-                offset = iteration - 1
+                offset, last = iteration - 1, self._settings.total
                 self._measure(offset + self._settings.first, offset + self._settings.last)
+                if last is not None and offset + self._settings.last + SWITCH_AFTER > last:
+                    self._tell(
+                        f"--zero-bubble-profile-iters {self._settings.first}:{self._settings.last} "
+                        f"will not be reached: this start trains iterations {iteration} to {last}; "
+                        "it keeps its first schedule",
+                        logging.WARNING,
+                    )
             else:
                 self._plan_drift(iteration)
         elif sizes != self._sizes:
@@ -235,6 +246,8 @@ class Rescheduler:
                 self._coming.append(one)
 
     def _follow(self, one: Announcement, iteration: int) -> None:
+        if one.error:
+            raise ConfigurationError(one.error)
         if one.stop:
             self._tell("the profile is written: the job ends here, as asked for")
             dist.barrier()  # the store lives on one of the ranks
@@ -266,13 +279,14 @@ class Rescheduler:
             return
         periods = [after - before for before, after in pairwise(gain.starts)]
         after = statistics.median(periods)
+        least, _, most = statistics.quantiles(periods, n=4)
         self._tell(
             f"{gain.name}: an iteration takes {after:.1f} ms instead of {gain.before:.1f} (medians "
-            f"of {_COMPARED}): measured gain {100 * (1 - after / gain.before):.1f}%, predicted "
-            f"{100 * gain.predicted:.1f}%"
+            f"of {_COMPARED}; half of the later ones took {least:.1f} to {most:.1f}): measured "
+            f"gain {100 * (1 - after / gain.before):.1f}%, predicted {100 * gain.predicted:.1f}%"
         )
         self._gain = None
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, level: int = logging.INFO) -> None:
         if self._rank == 0:
-            logger.info(text)
+            logger.log(level, text)

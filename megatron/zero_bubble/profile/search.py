@@ -7,6 +7,7 @@ A thread would take the interpreter from the rank that launches kernels. The pro
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,15 @@ from zero_bubble.profile.profile import Profile, save_profile
 __all__ = ["Search", "SearchFailed"]
 
 _LOWEST_PRIORITY = 19
+# As `python -m zero_bubble`, but on Linux it ends with the process that has started it (prctl's
+# PR_SET_PDEATHSIG).
+_RUN = """
+import ctypes, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+from zero_bubble.cli import main
+sys.exit(main())
+"""
 
 
 class SearchFailed(RuntimeError):
@@ -43,21 +53,25 @@ class Search:
         folder = Path(self._directory.name)
         self._output, self._log = folder / "schedule.json", folder / "log"
         save_profile(profile, folder / "profile.json")
-        self.command = [
+        self._problem = [
             *("schedule", "auto", "--placement", _placement_flag(profile)),
             *("--stages", str(profile.placement.num_stages)),
             *("--microbatches", str(microbatches)),
-            *("--costs", str(folder / "profile.json")),
-            *("--memory-limit", limit, "--effort", effort, "--output", str(self._output)),
+            *("--memory-limit", limit, "--effort", effort),
         ]
-        self._process = self._start(self.command)
+        files = ("--costs", str(folder / "profile.json"), "--output", str(self._output))
+        self._process = self._start([*self._problem, *files])
+
+    def command(self, costs: str) -> str:
+        """The command line, for people, with the profile in this file."""
+        return shlex.join(["zero-bubble", *self._problem, "--costs", costs])
 
     def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         home = str(Path(zero_bubble.__file__).resolve().parent.parent)
         paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
         with self._log.open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "zero_bubble", *command],
+                [sys.executable, "-c", _RUN, *command],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -36,6 +36,8 @@ __all__ = ["Attendant", "BatchRecord", "Session", "message_shape"]
 
 logger = logging.getLogger(__name__)
 
+_SEARCHED = "auto-"
+
 BuildSchedule = Callable[[int, int], Schedule]
 """(stages, microbatches) -> the schedule to run; ConfigurationError if there is none."""
 
@@ -405,6 +407,9 @@ def _groups(request: BatchRequest | None) -> ProcessGroupCollection:
 
 
 def _announce(schedule: Schedule) -> None:
+    if schedule.name.startswith(_SEARCHED):  # for times that are known, and told
+        logger.info("pipeline schedule %s", schedule.name)
+        return
     timeline = simulate(schedule, Costs.uniform(schedule.placement, 1.0, 1.0, 1.0))
     logger.info(
         "pipeline schedule %s: %d stages, %d microbatches; if F, B and W took equal time: bubble "
