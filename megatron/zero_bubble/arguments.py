@@ -179,6 +179,13 @@ def validate(args: Any) -> Placement | None:
                 f"{flag} is for one number of microbatches, and --{ramp.replace('_', '-')} {sizes} "
                 f"changes it: use a schedule by name ({', '.join(BUILDERS)})"
             )
+    skipped = getattr(args, "iterations_to_skip", None)
+    if skipped and max(map(len, schedule.placement.positions)) > 1:
+        raise ConfigurationError(
+            f"{flag} has several chunks on a stage, and Megatron can skip iterations "
+            f"(--iterations-to-skip {' '.join(map(str, skipped))}) only with one: leave it out, or "
+            "choose a schedule with one chunk, such as zb-h1"
+        )
     if _splits(schedule) and args.transformer_impl != "local":
         raise ConfigurationError(
             f"{flag} splits the backward pass of Megatron's local layers, but "

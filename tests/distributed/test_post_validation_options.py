@@ -49,8 +49,13 @@ DEFAULT = {
     ("growing_batch", "zb-h2"),
 }
 """The default tier; the others are slow."""
-ONE_CHUNK = ("stage_without_layers", "stage_without_parameters", "uneven_stages")
-"""Their layouts are for one chunk a stage."""
+ONE_CHUNK = (
+    "stage_without_layers",
+    "stage_without_parameters",
+    "uneven_stages",
+    "skipped_iteration",
+)
+"""Their layouts are for one chunk a stage, and so is Megatron's way to skip an iteration."""
 
 
 def _cases() -> list[object]:

@@ -295,6 +295,15 @@ def test_an_order_that_changes_the_bits_runs_and_is_reported(
     assert caplog.records == []
 
 
+@pytest.mark.parametrize("name", ["zb-v", "interleaved"])
+def test_megatron_skips_iterations_with_one_chunk_only(name: str) -> None:
+    assert "(--iterations-to-skip 3 5) only with one" in complaint(
+        pipeline_schedule=name, iterations_to_skip=[3, 5]
+    )
+    validate(arguments(pipeline_schedule="zb-h1", iterations_to_skip=[3, 5]))
+    validate(arguments(pipeline_schedule=name, iterations_to_skip=[]))
+
+
 def test_the_flags_are_parsed() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     given = "--pipeline-schedule zb-h2 --enable-zero-bubble --zero-bubble-wait-limit 7.5"
