@@ -12,25 +12,12 @@ import pytest
 from megatron.zero_bubble.arguments import add_arguments, validate
 from megatron.zero_bubble.auto_arguments import cache_directory, check_auto, limit_factor
 from megatron.zero_bubble.errors import ConfigurationError
+from tests.unit.megatron_checks import AUTO_UNSET
 from tests.unit.test_arguments import arguments as other_arguments
 from zero_bubble.costs import Costs
 from zero_bubble.placement import Placement, linear, v_shape
 from zero_bubble.profile.profile import Profile, save_profile
 
-UNSET: dict[str, Any] = {
-    "zero_bubble_memory_limit": None,
-    "zero_bubble_profile_iters": None,
-    "zero_bubble_effort": None,
-    "zero_bubble_wait_for_search": False,
-    "zero_bubble_profile": None,
-    "zero_bubble_cache": None,
-    "zero_bubble_drift_interval": None,
-    "zero_bubble_drift_threshold": None,
-    "zero_bubble_profile_exit": False,
-    "zero_bubble_trace": None,
-    "zero_bubble_trace_iters": None,
-    "log_zero_bubble_to_tensorboard": False,
-}
 SEARCHING = {
     "zero_bubble_memory_limit": ("2p", " 2p"),
     "zero_bubble_profile_iters": ("5:10", " 5:10"),
@@ -55,7 +42,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "load": None,
         "rank": 0,
     }
-    return other_arguments(**(UNSET | fine | changes))
+    return other_arguments(**(AUTO_UNSET | fine | changes))
 
 
 def complaint(**changes: Any) -> str:
@@ -80,7 +67,7 @@ def saved(directory: Path, placement: Placement) -> str:
 
 def test_nothing_is_asked_for_by_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
-    assert UNSET.items() <= vars(parser.parse_args([])).items()
+    assert AUTO_UNSET.items() <= vars(parser.parse_args([])).items()
 
 
 def test_the_flags_are_parsed() -> None:
@@ -111,7 +98,9 @@ def test_what_is_not_given_gets_its_default() -> None:
     # Not by `validate`, which asks Megatron about layers.
     of_v = arguments(pipeline_schedule="auto-v")
     check_auto(of_v, v_shape(2))
-    assert {name: vars(of_v)[name] for name in UNSET} == {name: once[name] for name in UNSET}
+    assert {name: vars(of_v)[name] for name in AUTO_UNSET} == {
+        name: once[name] for name in AUTO_UNSET
+    }
 
 
 def test_what_is_given_stays() -> None:
