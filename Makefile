@@ -14,7 +14,7 @@ demo: setup ## train a small GPT on this machine's CPUs under several schedules
 	$(PYTHON_RUN) tools/demo.py
 
 test: setup ## unit tests, and the pairwise part of the distributed tests
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --durations 15
 
 test-quick: setup ## unit tests only
 	$(PYTEST) -m "not slow" tests/unit

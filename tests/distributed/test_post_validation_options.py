@@ -42,9 +42,7 @@ DEFAULT = {
     ("tied", "zb-h2"),
     ("tied_replicas", "1f1b"),
     ("tied_tokens", "zb-v"),
-    ("split_experts", "zb-h1"),
     ("sequence_parallelism", "zb-h2"),
-    ("stage_without_parameters", "zb-h1"),
     ("sgd", "interleaved"),
     ("growing_batch", "zb-h2"),
 }

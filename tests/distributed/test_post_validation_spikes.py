@@ -64,7 +64,6 @@ def spiked(schedule: str, precision: Any, distributed_optimizer: bool) -> Config
 
 
 DEFAULT = {
-    ("zb-h1", "fp32", False, "snapshot"),
     ("zb-h2", "bf16", True, "deferred"),
     ("zb-v", "fp16", False, "deferred"),
 }
@@ -152,7 +151,6 @@ ENDS = {
 ENDS_DEFAULT = {
     ("nan_last", "zb-h1", "fp32", False, "deferred"),
     ("inf_first", "zb-v", "bf16", True, "snapshot"),
-    ("nan_first_synchronous", "zb-h2", "bf16", False, "deferred"),
 }
 
 
