@@ -15,7 +15,6 @@ from tests.distributed.harness import Result
 from zero_bubble.builders import BUILDERS, build
 from zero_bubble.export.json_io import load_file
 from zero_bubble.profile.profile import load_profile
-from zero_bubble.schedule import Kind
 from zero_bubble.simulate import simulate
 
 RANK = Path(__file__).with_name("auto_measuring_rank.py")
@@ -85,12 +84,10 @@ def test_auto_schedule_is_no_worse_than_any_fixed_one_on_the_times_of_its_own_ru
     costs, limits = profile.costs, found.memory_limit
     assert found.costs == costs
     assert limits is not None
-    work = [
-        sum(costs.duration(kind, stage, 0) for kind in (Kind.F, Kind.B, Kind.W))
-        for stage in range(config.pp)
-    ]
-    assert max(range(config.pp), key=work.__getitem__) == 2, work
-    assert limits == tuple(2 * config.pp * m_b for (m_b,) in costs.m_b)
+    # Heavier by count: which stage's times come out longest depends on the machine's other work.
+    (m_b, *_), (heavy, *_) = costs.m_b[1], costs.m_b[2]
+    assert heavy / m_b == pytest.approx(4 / 3, rel=0.02)
+    assert limits == tuple(2 * config.pp * held for (held,) in costs.m_b)
     cost = simulate(found.schedule, costs).cost
     compared = []
     for name, builder in BUILDERS.items():
