@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.zero_bubble.errors import ConfigurationError
 from zero_bubble.cli.memory_limit import memory_limits
+from zero_bubble.cli.searching import EFFORTS
 from zero_bubble.costs import Costs
 from zero_bubble.placement import Placement
 from zero_bubble.profile.profile import Profile, load_profile
@@ -26,7 +27,6 @@ __all__ = [
 
 AUTOMATIC = {"auto": "zb-h1", "auto-v": "zb-v"}
 """Values of --pipeline-schedule that search, and the schedule each starts on."""
-EFFORTS = ("quick", "normal", "thorough")
 PROFILE_ITERS, TRACE_ITERS = (5, 10), (16, 18)
 DRIFT_INTERVAL, DRIFT_THRESHOLD = 100, 0.02
 DRIFT_LEAST = 10

@@ -47,6 +47,22 @@ def words_of(search: Search) -> list[str]:
     return words
 
 
+@pytest.mark.parametrize("left", ["", "{}", "not JSON", None])
+def test_a_result_that_cannot_be_read_is_a_failed_search(left: str | None) -> None:
+    """Training does not end for want of a schedule, whatever became of its file."""
+    search = Search(profile_of(linear(2)), 3, "1p", "quick")
+    try:
+        search._process.wait()
+        if left is None:
+            search._output.unlink()
+        else:
+            search._output.write_text(left)
+        with pytest.raises(SearchFailed):
+            search.result()
+    finally:
+        search.stop()
+
+
 def test_what_it_finds_is_for_the_profile_and_keeps_the_limit() -> None:
     """With two stages and 1p nothing is shorter than ZB-H1: (p-1)(T_F + T_B - T_W) of bubble."""
     profile = profile_of(linear(2))

@@ -63,7 +63,6 @@ class _Gain:
     predicted: float
     """Share of the iteration."""
     name: str
-    since: int
     starts: list[float] = field(default_factory=list)
 
 
@@ -127,7 +126,7 @@ class Rescheduler:
         return sampler is None or not (sampler.round.whole and sampler.round.first == iteration)
 
     def before(self, iteration: int, request: BatchRequest) -> None:
-        self._note_start(iteration)
+        self._note_start()
         self._plan(iteration, request)
         sampler = self._sampler
         if sampler is not None and iteration > sampler.round.last + _LATE:
@@ -144,7 +143,7 @@ class Rescheduler:
         for one in [one for one in self._coming if one.at <= iteration]:
             self._coming.remove(one)
             if one.epoch == self._epoch:
-                self._follow(one, iteration)
+                self._follow(one)
 
     def take(self, measured: MeasuredBatch) -> None:
         sampler = self._sampler
@@ -245,7 +244,7 @@ class Rescheduler:
             if one.epoch >= self._epoch:
                 self._coming.append(one)
 
-    def _follow(self, one: Announcement, iteration: int) -> None:
+    def _follow(self, one: Announcement) -> None:
         if one.error:
             raise ConfigurationError(one.error)
         if one.stop:
@@ -264,15 +263,14 @@ class Rescheduler:
             before,
             one.saved_ms / before,
             self._known[one.microbatches].name,
-            iteration,
         )
 
-    def _note_start(self, iteration: int) -> None:
+    def _note_start(self) -> None:
         """Keep the times of the last iterations, and say what a switch has gained."""
         now = time.perf_counter() * 1e3
         self._starts = [*self._starts[-_COMPARED:], now]
         gain = self._gain
-        if gain is None or iteration <= gain.since:  # the first one under it is not typical
+        if gain is None:
             return
         gain.starts.append(now)
         if len(gain.starts) <= _COMPARED:

@@ -85,7 +85,7 @@ class Search:
         """What was found; None while it searches, unless told to wait.
 
         Raises:
-            SearchFailed: the command failed.
+            SearchFailed: the command failed, or what it wrote cannot be read.
         """
         code = self._process.wait() if wait else self._process.poll()
         if code is None:
@@ -93,7 +93,10 @@ class Search:
         if code:
             lines = self._log.read_text(errors="replace").strip().splitlines()
             raise SearchFailed(lines[-1] if lines else f"it ended with code {code}")
-        return load_file(self._output)
+        try:
+            return load_file(self._output)
+        except (ValueError, OSError) as error:
+            raise SearchFailed(str(error)) from error
 
     def text(self) -> str:
         """The file of what was found."""
