@@ -34,7 +34,7 @@ from megatron.zero_bubble.profile.activations import (
 )
 from megatron.zero_bubble.runtime.compute import MegatronCompute
 from megatron.zero_bubble.runtime.interpreter import Compute
-from megatron.zero_bubble.runtime.session import BatchRecord
+from megatron.zero_bubble.runtime.watching import BatchRecord
 from zero_bubble.program import Instruction, Run
 
 LAYERS = "layers"

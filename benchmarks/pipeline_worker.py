@@ -28,7 +28,7 @@ import pretrain_gpt
 from megatron.zero_bubble.arguments import schedule_for
 from megatron.zero_bubble.patches.schedule import current_session
 from megatron.zero_bubble.profile.times import batch_times, message_time
-from megatron.zero_bubble.runtime.session import BatchRecord
+from megatron.zero_bubble.runtime.watching import BatchRecord
 
 
 class Recorder:

@@ -29,7 +29,7 @@ import pretrain_gpt
 from megatron.zero_bubble.patches.schedule import current_session
 from megatron.zero_bubble.profile.times import batch_times, message_time
 from megatron.zero_bubble.runtime.compute import MegatronCompute
-from megatron.zero_bubble.runtime.session import BatchRecord
+from megatron.zero_bubble.runtime.watching import BatchRecord
 from zero_bubble.program import Flow
 
 MESSAGES = 20

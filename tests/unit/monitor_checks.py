@@ -11,7 +11,7 @@ from unittest import mock
 
 from megatron.zero_bubble.profile import monitor as monitor_module
 from megatron.zero_bubble.profile.monitor import NOTHING, MeasuredBatch, Monitor, Wish
-from megatron.zero_bubble.runtime.session import BatchRecord
+from megatron.zero_bubble.runtime.watching import BatchRecord
 from zero_bubble.builders import build, forwards
 from zero_bubble.lower import lower
 from zero_bubble.placement import linear

@@ -17,7 +17,8 @@ from megatron.zero_bubble.profile.memory import Meter
 from megatron.zero_bubble.runtime.batch import BatchRequest
 from megatron.zero_bubble.runtime.interpreter import Compute
 from megatron.zero_bubble.runtime.recording import Clock, Recording, clock_for
-from megatron.zero_bubble.runtime.session import BatchRecord, Session
+from megatron.zero_bubble.runtime.session import Session
+from megatron.zero_bubble.runtime.watching import BatchRecord
 from zero_bubble.program import Program
 from zero_bubble.trace.rank_file import Phase, TracedPass
 
@@ -82,7 +83,7 @@ class _Open:
 
 
 class Monitor:
-    """A session's attendant (`runtime.session.Attendant`).
+    """A session's attendant (`runtime.watching.Attendant`).
 
     Args:
         session: whose training batches are measured.

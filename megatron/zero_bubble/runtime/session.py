@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,11 @@ from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.runtime.across_stages import AcrossStages, Neighbourhood
 from megatron.zero_bubble.runtime.batch import Batch, BatchRequest
 from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
-from megatron.zero_bubble.runtime.interpreter import Compute, Event, Interpreter, Observer
+from megatron.zero_bubble.runtime.interpreter import Compute, Interpreter, Observer
 from megatron.zero_bubble.runtime.layers import split_linears
-from megatron.zero_bubble.runtime.recording import Recording
 from megatron.zero_bubble.runtime.run_ahead import RunAhead
 from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.runtime.watching import Attendant, BatchRecord
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
 from zero_bubble.builders import forwards
 from zero_bubble.costs import Costs
@@ -32,7 +31,7 @@ from zero_bubble.program import Instruction, Program, Run, channels_between
 from zero_bubble.schedule import Kind, Schedule
 from zero_bubble.simulate import simulate
 
-__all__ = ["Attendant", "BatchRecord", "Session", "message_shape"]
+__all__ = ["Session", "message_shape"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,35 +39,6 @@ _SEARCHED = "auto-"
 
 BuildSchedule = Callable[[int, int], Schedule]
 """(stages, microbatches) -> the schedule to run; ConfigurationError if there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRecord:
-    """What happened in one call, for those who watch."""
-
-    program: Program
-    stage: int
-    forward_only: bool
-    events: tuple[Event, ...]
-    weight_store_peak: int
-
-
-class Attendant(Protocol):
-    """Told of training batches before they run, so that it can measure them."""
-
-    def before(self, request: BatchRequest) -> None:
-        """A batch is asked for; what is run for it may still be changed (`Session.reschedule`)."""
-
-    def attend(
-        self, compute: Compute, split_chunks: frozenset[int], request: BatchRequest, *, ahead: bool
-    ) -> tuple[Compute, Recording | None]:
-        """What computes in the place of a batch's computations, and what notes its passes.
-
-        ``ahead``: the batch is that of the next iteration.
-        """
-
-    def lets_run_ahead(self) -> bool:
-        """Whether a part of the next batch may run before this iteration is final."""
 
 
 class Session:
