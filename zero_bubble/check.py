@@ -28,9 +28,11 @@ class Rule(StrEnum):
     RANGE = "range"
     """Chunks and microbatches are those of the placement and the batch."""
     COUNT = "count"
-    """Each chunk runs F once, and either B and W or BW once, for each microbatch."""
+    """Each chunk runs F once, and either B and W or BW once, for each microbatch; R once or, for
+    all microbatches, not at all."""
     ORDER = "order"
-    """On a stage, B comes after F, W after B; Run after its Receive, Send after its Run."""
+    """On a stage, B comes after F, W after B, R between F and B; Run after its Receive, Send after
+    its Run."""
     DEADLOCK = "deadlock"
     """Stages do not wait for each other in a circle."""
     MEMORY = "memory"
@@ -144,22 +146,26 @@ def _counts(coded: _Coded) -> Iterator[Violation]:
     codes = np.concatenate(coded.rows)
     shape = (len(Kind), -1, schedule.num_microbatches)
     times = np.bincount(codes, minlength=len(Kind) * coded.size).reshape(shape)
-    f, b, w, bw = times
+    f, b, w, bw, r = times
+    recomputes = (r > 0).max(axis=1, keepdims=True)
     split = (b == 1) & (w == 1) & (bw == 0)
     fused = (b == 0) & (w == 0) & (bw == 1)
-    right = (f == 1) & (split | fused)
+    right = (f == 1) & (split | fused) & (r == recomputes)
     for stage, held in enumerate(schedule.placement.positions):
         for chunk, position in enumerate(held):
             for microbatch in np.flatnonzero(~right[position]).tolist():
                 counts = times[:, position, microbatch].tolist()
-                for one, detail in _miscounted(chunk, microbatch, counts):
+                wanted = int(recomputes[position, 0])
+                for one, detail in _miscounted(chunk, microbatch, counts, wanted):
                     yield Violation(Rule.COUNT, stage, one, detail)
 
 
-def _miscounted(chunk: int, microbatch: int, times: Sequence[int]) -> Iterator[tuple[Pass, str]]:
-    """What is wrong with how often F, B, W and BW of one chunk and microbatch run."""
+def _miscounted(
+    chunk: int, microbatch: int, times: Sequence[int], recomputations: int
+) -> Iterator[tuple[Pass, str]]:
+    """What is wrong with how often the passes of one chunk and microbatch run, by kind."""
     passes = [Pass(kind, microbatch, chunk) for kind in Kind]
-    _, b, w, bw = passes
+    _, b, w, bw, r = passes
     if not times[3]:
         wanted = [0, 1, 2]
     elif times[1] or times[2]:
@@ -171,12 +177,14 @@ def _miscounted(chunk: int, microbatch: int, times: Sequence[int]) -> Iterator[t
             yield passes[kind], f"runs {times[kind]} times, not once"
     if times[3] and (times[1] or times[2]):
         yield bw, f"runs beside {b if times[1] else w}: either B and W or BW is needed"
+    if times[4] != recomputations:
+        yield r, f"runs {times[4]} times, not once as every R of a chunk that recomputes"
 
 
 def _local_order(coded: _Coded) -> Iterator[Violation]:
     size = coded.size
-    # By kind, as in the codes: what runs before, as so many kinds back.
-    needs = [[], [1], [1, -1], [3]]
+    # By kind, as in the codes: what runs before, as so many kinds back (R is four after F).
+    needs = [[], [1, -3], [1, -1], [3, -1], [4]]
     first = np.full(len(Kind) * size, -1)
     for stage, codes in enumerate(coded.rows):
         indices = np.arange(len(codes))
@@ -199,17 +207,21 @@ def _inputs(coded: _Coded) -> tuple[list[list[int]], list[int]]:
     """Each stage's passes as nodes, and the node that each waits for, -1 if none.
 
     A node is the code of a pass, where the fused backward counts as B: either of them makes the
-    gradient that another one waits for.
+    gradient that another one waits for. R takes the place that leaves; it waits for no other stage.
     """
     microbatches, size = coded.schedule.num_microbatches, coded.size
-    nodes = [np.where(row >= 3 * size, row - 2 * size, row) for row in coded.rows]
+    bw, r = 3 * size, 4 * size
+    nodes = [
+        np.where(row >= r, row - size, np.where(row >= bw, row - 2 * size, row))
+        for row in coded.rows
+    ]
     f, b = np.arange(size), np.arange(size) + size
     first, last = slice(0, microbatches), slice(size - microbatches, size)
     # The next position of the model is `microbatches` further.
     source_of_f, source_of_b = f - microbatches, b + microbatches
     source_of_f[first] = -1
     source_of_b[last] = f[last]
-    source = np.concatenate([source_of_f, source_of_b, b])
+    source = np.concatenate([source_of_f, source_of_b, b, np.full(size, -1)])
     return [row.tolist() for row in nodes], source.tolist()
 
 
@@ -254,17 +266,16 @@ def _memory(
         limit, held = limits[stage], 0.0
         # Sums of fractions drift by far less than a billionth of the limit.
         most = limit + 1e-9 * max(1.0, abs(limit))
+        recomputed = {one.chunk for one in row if one.kind is Kind.R}
         for one in row:
             whole = costs.m_b[stage][one.chunk] if costs else 1.0
+            kept = costs.kept(stage, one.chunk) if costs else 1.0
             part = costs.m_w[stage][one.chunk] if costs else 1.0
             if one.kind is Kind.F:
-                held += whole
-            elif one.kind is Kind.B:
-                held -= whole - part
-            elif one.kind is Kind.W:
-                held -= part
-            else:
-                held -= whole
+                held += kept
+            elif one.kind is Kind.R or (one.kind is not Kind.W and one.chunk not in recomputed):
+                held += whole - kept
             if held > most:
                 yield Violation(Rule.MEMORY, stage, one, f"holds {held:.6g}, limit {limit:.6g}")
                 break
+            held -= {Kind.B: whole - part, Kind.W: part, Kind.BW: whole}.get(one.kind, 0.0)

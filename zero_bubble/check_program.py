@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 
 from zero_bubble.check import Rule, Violation, check
+from zero_bubble.check_shares import check_shares, whole_passes
 from zero_bubble.placement import Placement
 from zero_bubble.program import (
     Channel,
@@ -34,12 +35,12 @@ def check_program(program: Program) -> list[Violation]:
     """Every rule that the program breaks; an empty list says that it runs to its end.
 
     Each stage's passes are counted and ordered as `check` does (only F's, if there is no other
-    pass: a forward-only program). Each Send needs its Receive on the same channel, in the same
-    order, with the same microbatch and the chunks that the placement connects. Deadlock is decided
-    for channels that deliver in order and by rendezvous: a message moves once its Send and its
-    Receive have both been executed and all earlier ones of the channel have moved. Send and Receive
-    do not block; Run blocks until its input has moved. ValueError unless the program has a row of
-    instructions for each stage.
+    pass: a forward-only program), shares of W's as `check_shares` does. Each Send needs its Receive
+    on the same channel, in the same order, with the same microbatch and the chunks that the
+    placement connects. Deadlock is decided for channels that deliver in order and by rendezvous: a
+    message moves once its Send and its Receive have both been executed and all earlier ones of the
+    channel have moved. Send and Receive do not block; Run blocks until its input has moved.
+    ValueError unless the program has a row of instructions for each stage.
     """
     forward_only = all(
         one.what.kind is Kind.F
@@ -55,9 +56,10 @@ def check_program(program: Program) -> list[Violation]:
 
 
 def _passes(program: Program, forward_only: bool) -> Iterator[Violation]:
-    rows = tuple(
-        tuple(one.what for one in row if isinstance(one, Run)) for row in program.instructions
-    )
+    runs = [[one for one in row if isinstance(one, Run)] for row in program.instructions]
+    for stage, own in enumerate(runs):
+        yield from check_shares(stage, own)
+    rows = tuple(map(whole_passes, runs))
     schedule = Schedule(program.placement, program.num_microbatches, rows)
     if not forward_only:
         yield from check(schedule)
@@ -93,8 +95,8 @@ def _neighbour(placement: Placement, chunk: _Chunk, step: int) -> _Chunk | None:
 
 
 def _flow(what: Pass) -> Flow | None:
-    """The flow of what other chunks may read of a pass; W makes nothing for them."""
-    if what.kind is Kind.W:
+    """The flow of what other chunks may read of a pass; W and R make nothing for them."""
+    if what.kind in (Kind.W, Kind.R):
         return None
     return Flow.FORWARD if what.kind is Kind.F else Flow.BACKWARD
 

@@ -35,15 +35,18 @@ def paper_bubble(name: str, microbatches: int, costs: Costs) -> float | None:
     """The bubble in ms by the paper's Table 2, (p-1)(T_F + T_B + k T_W).
 
     k is 1 for GPipe and 1F1B, -1 for ZB-H1, -2 for ZB-H2. The formulas are for equal stages of one
-    chunk, free messages, and enough microbatches to fill the pipeline; None where that does not
-    hold, where the formula is negative (no schedule can have that), or for another schedule.
+    chunk, free messages, no recomputation, and enough microbatches to fill the pipeline; None where
+    that does not hold, where the formula is negative (no schedule can have that), or for another
+    schedule.
     """
     stages = len(costs.shape)
     known = {"gpipe": (1, 1), "1f1b": (1, 1), "zb-h1": (-1, stages), "zb-h2": (-2, 2 * stages - 1)}
     if name not in known or costs.t_comm or costs.t_edges or set(costs.shape) != {1}:
         return None
     tables = (costs.t_f, costs.t_b, costs.t_w)
-    if costs.t_bw is not None or any(len(set(table)) > 1 for table in tables):
+    if costs.t_bw is not None or costs.t_r is not None:
+        return None
+    if any(len(set(table)) > 1 for table in tables):
         return None
     factor, enough = known[name]
     t_f, t_b, t_w = (table[0][0] for table in tables)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, Self
 
@@ -24,14 +24,15 @@ type Table = tuple[tuple[float, ...], ...]
 _LEAST, _MOST = 1e-30, 1e30
 """Sums and products of times and memory stay far from what a number can hold."""
 _TABLES = ("t_f", "t_b", "t_w", "m_b", "m_w")
+_OPTIONAL = ("t_bw", "t_r", "m_r", "t_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """Times in ms and memory of each chunk; tables are indexed ``[stage][chunk]``.
 
-    Raises ValueError for tables of unequal shape, a number that is negative or not finite, or an
-    ``m_w`` above its ``m_b``.
+    Raises ValueError for tables of unequal shape, a number that is negative or not finite, an
+    ``m_w`` or ``m_r`` above its ``m_b``, or one of ``t_r`` and ``m_r`` alone.
     """
 
     t_f: Table
@@ -44,6 +45,13 @@ class Costs:
     """Memory one microbatch holds from the start of its F to the end of its B."""
     m_w: Table
     """The part of ``m_b`` that stays until the end of its W."""
+    t_r: Table | None = None
+    """Time of R, the forward again; None if all that F computes is kept. Not part of ``t_b``."""
+    m_r: Table | None = None
+    """With ``t_r``: what one microbatch holds from the start of its F until R starts, or B where
+    the schedule has no R's."""
+    t_reduce: Table | None = None
+    """Time to reduce all of the chunk's gradients over its data-parallel group."""
     t_bw: Table | None = None
     """Time of the fused backward; None means ``t_b + t_w``."""
     t_comm: float = 0.0
@@ -56,8 +64,8 @@ class Costs:
         if not shape or 0 in shape:
             raise ValueError(f"t_f needs a time for every chunk of every stage, not {self.t_f}")
         tables = [(name, getattr(self, name)) for name in _TABLES]
-        if self.t_bw is not None:
-            tables.append(("t_bw", self.t_bw))
+        optional = [(name, getattr(self, name)) for name in _OPTIONAL]
+        tables += [(name, table) for name, table in optional if table is not None]
         for name, table in tables:
             if tuple(map(len, table)) != shape:
                 raise ValueError(
@@ -73,6 +81,15 @@ class Costs:
                     raise ValueError(
                         f"m_w of stage {stage}, chunk {chunk}, is {part:.6g}, more than its m_b "
                         f"{whole:.6g}: it is the part of m_b that stays until W"
+                    )
+        if (self.t_r is None) is not (self.m_r is None):
+            raise ValueError("t_r and m_r, of recomputation, are given both or not at all")
+        for stage, rows in enumerate(zip(self.m_b, self.m_r or self.m_b, strict=True)):
+            for chunk, (whole, part) in enumerate(zip(*rows, strict=True)):
+                if part > whole:
+                    raise ValueError(
+                        f"m_r of stage {stage}, chunk {chunk}, is {part:.6g}, more than its m_b "
+                        f"{whole:.6g}: it is what of m_b is kept until it is computed again"
                     )
         _require_amount("t_comm", self.t_comm)
         for source, target, time in self.t_edges:
@@ -94,6 +111,9 @@ class Costs:
         m_b: float = 1.0,
         m_w: float | None = None,
         t_bw: float | None = None,
+        t_r: float | None = None,
+        m_r: float | None = None,
+        t_reduce: float | None = None,
     ) -> Costs:
         """The same costs for every *chunk* (not: every stage) of a placement.
 
@@ -111,6 +131,9 @@ class Costs:
             m_b=spread(m_b),
             m_w=spread(m_b if m_w is None else m_w),
             t_bw=None if t_bw is None else spread(t_bw),
+            t_r=None if t_r is None else spread(t_r),
+            m_r=None if m_r is None else spread(m_r),
+            t_reduce=None if t_reduce is None else spread(t_reduce),
             t_comm=float(t_comm),
         )
 
@@ -120,7 +143,7 @@ class Costs:
         return tuple(map(len, self.t_f))
 
     def duration(self, kind: Kind, stage: int, chunk: int) -> float:
-        """Time of a pass, in ms."""
+        """Time of a pass, in ms; of B and BW without recomputation, see `recomputation`."""
         match kind:
             case Kind.F:
                 return self.t_f[stage][chunk]
@@ -132,6 +155,25 @@ class Costs:
                 return self.t_bw[stage][chunk]
             case Kind.BW:
                 return self.t_b[stage][chunk] + self.t_w[stage][chunk]
+            case Kind.R:
+                if self.t_r is None:
+                    raise ValueError(
+                        "the schedule recomputes (R), but the costs do not say how long that takes "
+                        "(t_r) and what is kept until then (m_r)"
+                    )
+                return self.t_r[stage][chunk]
+
+    def recomputation(self, stage: int, chunk: int) -> float:
+        """Time that recomputing takes, in ms: of R, or within B or BW where there are no R's."""
+        return 0.0 if self.t_r is None else self.t_r[stage][chunk]
+
+    def kept(self, stage: int, chunk: int) -> float:
+        """Memory one microbatch takes at the start of its F: m_r with recomputation, else m_b."""
+        return (self.m_b if self.m_r is None else self.m_r)[stage][chunk]
+
+    def without_recomputation(self) -> Costs:
+        """The same of a job that keeps everything."""
+        return replace(self, t_r=None, m_r=None)
 
     def comm(self, source: int, target: int) -> float:
         """Time of a message from one stage to another, in ms; 0 within a stage."""
@@ -154,8 +196,9 @@ class Costs:
     def to_dict(self) -> dict[str, Any]:
         """JSON's view: tables as lists of lists, fields left at None or empty not written."""
         data: dict[str, Any] = {name: [*map(list, getattr(self, name))] for name in _TABLES}
-        if self.t_bw is not None:
-            data["t_bw"] = [*map(list, self.t_bw)]
+        for name in _OPTIONAL:
+            if (table := getattr(self, name)) is not None:
+                data[name] = [*map(list, table)]
         data["t_comm"] = self.t_comm
         if self.t_edges:
             data["t_edges"] = [*map(list, self.t_edges)]
@@ -166,7 +209,7 @@ class Costs:
         """The costs that `to_dict` wrote; ValueError names the field and what it should be."""
         if not isinstance(data, Mapping):
             raise ValueError(f"costs: expected an object with {', '.join(_TABLES)}, not {data!r}")
-        known = {*_TABLES, "t_bw", "t_comm", "t_edges"}
+        known = {*_TABLES, *_OPTIONAL, "t_comm", "t_edges"}
         if unknown := sorted(set(data) - known):
             raise ValueError(f"costs: unknown field {unknown[0]!r}; known: {sorted(known)}")
         if missing := [name for name in _TABLES if name not in data]:
@@ -180,10 +223,10 @@ class Costs:
         comm = data.get("t_comm", 0.0)
         if not _is_number(comm):
             raise ValueError(f"t_comm: expected milliseconds, not {comm!r}")
-        fused = data.get("t_bw")
+        optional = {name: data[name] for name in _OPTIONAL if data.get(name) is not None}
         return cls(
             **tables,
-            t_bw=None if fused is None else _table("t_bw", fused),
+            **{name: _table(name, value) for name, value in optional.items()},
             t_comm=float(comm),
             t_edges=tuple((source, target, float(time)) for source, target, time in edges),
         )

@@ -13,15 +13,15 @@ import numpy as np
 
 from zero_bubble.costs import Costs
 from zero_bubble.noise import Noise
-from zero_bubble.placement import Placement
-from zero_bubble.schedule import Kind, Schedule
+from zero_bubble.schedule import Kind, Pass, Schedule
 from zero_bubble.search.compiled import compiled
 from zero_bubble.search.problem import Arrays, Floats, Ints
-from zero_bubble.simulate import simulate
+from zero_bubble.simulate import Timeline, simulate
 
 __all__ = ["JitterResult", "jittered", "mean_cost"]
 
-_KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
+_KINDS = (Kind.F, Kind.B, Kind.W, Kind.R, Kind.BW)
+"""By code: those of `zero_bubble.search.orders`, and the fused backward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,9 +93,9 @@ def jittered(
         raise ValueError(f"at least 1 repeat is needed, not {repeats}")
     placement, microbatches = schedule.placement, schedule.num_microbatches
     noise = Noise(placement, microbatches, sigma=sigma, drift=drift, seed=seed)
-    cost = simulate(schedule, costs).cost
+    timeline = simulate(schedule, costs)
     stages = np.array([placement.owner(one)[0] for one in range(placement.num_positions)])
-    steps = _steps(stages, *_amounts(placement, costs), microbatches, _codes(schedule))
+    steps = _steps(stages, *_amounts(timeline), microbatches, _codes(schedule))
     found, ideal = np.empty(repeats), np.empty(repeats)
     for repeat in range(repeats):
         times = noise.factors(repeat)
@@ -106,7 +106,7 @@ def jittered(
             "number can hold"
         )
     rates = (found - ideal) / np.where(found > 0, found, 1.0)
-    return JitterResult(schedule, cost, found, rates)
+    return JitterResult(schedule, timeline.cost, found, rates)
 
 
 @compiled
@@ -116,8 +116,8 @@ def mean_cost(arrays: Arrays, microbatches: int, rows: Ints, factors: Floats) ->
     Compiled, and callable from compiled code: it ranks a search's candidates. ``rows`` are codes,
     as in `zero_bubble.search.orders`.
     """
-    times = np.zeros((4, len(arrays.stage)))
-    times[0], times[1], times[2] = arrays.t_f, arrays.t_b, arrays.t_w
+    times = np.zeros((5, len(arrays.stage)))
+    times[0], times[1], times[2], times[3] = arrays.t_f, arrays.t_b, arrays.t_w, arrays.t_r
     delays = np.empty((2, len(arrays.stage)))
     delays[0], delays[1] = arrays.delay_f, arrays.delay_b
     steps = _steps(arrays.stage, times, delays, microbatches, rows)
@@ -129,20 +129,26 @@ def mean_cost(arrays: Arrays, microbatches: int, rows: Ints, factors: Floats) ->
     return total / len(factors)
 
 
-def _amounts(placement: Placement, costs: Costs) -> tuple[Floats, Floats]:
-    """Times of F, B, W and BW, and delays of activation and gradient, by position."""
+def _amounts(timeline: Timeline) -> tuple[Floats, Floats]:
+    """Times of F, B, W, R and BW, and delays of activation and gradient, by position."""
+    placement, costs = timeline.schedule.placement, timeline.costs
+    kinds = [kind for kind in _KINDS if kind is not Kind.R or costs.t_r is not None]
     owners = [placement.owner(position) for position in range(placement.num_positions)]
-    times = [[costs.duration(kind, *one) for one in owners] for kind in _KINDS]
+    times = np.zeros((len(_KINDS), len(owners)))
+    for kind in kinds:
+        for position, (stage, chunk) in enumerate(owners):
+            time = timeline.duration(Pass(kind, 0, chunk), stage)
+            times[_KINDS.index(kind), position] = time
     delays = np.zeros((2, len(owners)))
     for position in range(1, len(owners)):
         here, before = owners[position][0], owners[position - 1][0]
         delays[0, position] = costs.comm(before, here)
         delays[1, position - 1] = costs.comm(here, before)
-    return np.array(times), delays
+    return times, delays
 
 
 def _codes(schedule: Schedule) -> Ints:
-    """Rows of codes, as in `zero_bubble.search.orders`; the fused backward is kind 3."""
+    """Rows of codes, as in `zero_bubble.search.orders`; the fused backward is kind 4."""
     placement, microbatches = schedule.placement, schedule.num_microbatches
     kinds = {kind: index * placement.num_positions for index, kind in enumerate(_KINDS)}
     rows = np.full((schedule.num_stages, max(map(len, schedule.passes))), -1, dtype=np.int64)
@@ -177,6 +183,8 @@ def _input(kind: int, place: int, microbatches: int, size: int) -> int:
         return place - microbatches if place >= microbatches else -1
     if kind == 2:
         return size + place
+    if kind == 3:
+        return place
     return size + place + microbatches if place + microbatches < size else place
 
 
@@ -184,16 +192,16 @@ def _input(kind: int, place: int, microbatches: int, size: int) -> int:
 def _steps(stages: Ints, times: Floats, delays: Floats, microbatches: int, rows: Ints) -> _Steps:
     """Sort an order's passes; no steps if some wait for each other in a circle.
 
-    ``times[kind, position]`` are those of F, B, W and BW, ``delays[0]`` those of activations and
+    ``times[kind, position]`` are those of F, B, W, R and BW, ``delays[0]`` those of activations and
     ``delays[1]`` those of gradients on their way to a position.
     """
     size = len(stages) * microbatches
-    count = int(np.sum(rows >= 0) + np.sum(rows >= 3 * size))
+    count = int(np.sum(rows >= 0) + np.sum(rows >= 4 * size))
     stage_of, time, code = np.empty(count, np.int64), np.empty(count), np.empty(count, np.int64)
     before, source = np.empty(count, np.int64), np.full(count, count)
     delay, message = np.zeros(count), np.zeros(count, np.int64)
-    # The step that makes a result, by code of F, B or W; -1 as long as there is none.
-    made = np.full(3 * size, -1)
+    # The step that makes a result, by code of F, B, W or R; -1 as long as there is none.
+    made = np.full(4 * size, -1)
     latest = np.full(len(rows), count)
     next_of = np.zeros(len(rows), np.int64)
     step = 0
@@ -210,14 +218,16 @@ def _steps(stages: Ints, times: Floats, delays: Floats, microbatches: int, rows:
                 if needed >= 0 and made[needed] < 0:
                     break
                 stage_of[step], before[step] = stage, latest[stage]
-                time[step], code[step] = times[kind, position], kind * size + place
+                # Where its factor is: those of R come after those of messages.
+                time[step] = times[kind, position]
+                code[step] = (5 if kind == 3 else kind) * size + place
                 if needed >= 0:
                     source[step] = made[needed]
-                    if kind != 2:
+                    if kind != 2 and kind != 3:
                         flow = min(kind, 1)
                         delay[step] = delays[flow, position]
                         message[step] = (3 + flow) * size + place
-                if kind == 3:
+                if kind == 4:
                     whole = times[1, position] + times[2, position]
                     share = times[1, position] / whole if whole > 0 else 1.0
                     stage_of[step + 1], before[step + 1] = stage, step
@@ -226,7 +236,7 @@ def _steps(stages: Ints, times: Floats, delays: Floats, microbatches: int, rows:
                     step += 1
                     made[size + place] = step
                 else:
-                    made[code[step]] = step
+                    made[kind * size + place] = step
                 latest[stage] = step
                 next_of[stage] += 1
                 step += 1

@@ -114,7 +114,7 @@ def _lanes(placement: Placement) -> list[_Lanes]:
 def _number_messages(lanes: list[_Lanes], rows: tuple[tuple[Pass, ...], ...]) -> None:
     for here, row in zip(lanes, rows, strict=True):
         for what in row:
-            if what.kind is not Kind.W:
+            if what.kind in here:
                 lane = here[what.kind][what.chunk]
                 if lane.target is not None and lane.reader is not None:
                     lane.target.append(what.microbatch, lane.reader)
@@ -126,7 +126,7 @@ def _row(stage: int, row: tuple[Pass, ...], lanes: _Lanes, prefetch: int) -> Ite
         if index in posts:
             yield from posts[index]
         yield Run(what)
-        if what.kind is Kind.W:
+        if what.kind not in lanes:
             continue
         lane = lanes[what.kind][what.chunk]
         if lane.target is not None:
@@ -142,7 +142,7 @@ def _posts(
     # By channel: the passes that take a message, and the message's number.
     uses: dict[Channel, tuple[_Line, list[int], list[int]]] = {}
     for index, what in enumerate(row):
-        line = None if what.kind is Kind.W else lanes[what.kind][what.chunk].source
+        line = lanes[what.kind][what.chunk].source if what.kind in lanes else None
         if line is None:
             continue
         number = line.numbers.get((what.microbatch, what.chunk))

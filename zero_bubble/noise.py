@@ -17,8 +17,8 @@ from zero_bubble.search.problem import Floats, Ints
 
 __all__ = ["Noise"]
 
-_STREAMS = 5
-"""Noise for F, B and W, then for the activation and for the gradient that a chunk receives."""
+_STREAMS = 6
+"""Noise for F, B and W, for the activation and the gradient that a chunk receives, and for R."""
 
 # SplitMix64 (Steele, Lea, Flood 2014): the k-th number of a stream is mixed(seed + k * _STEP).
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -70,10 +70,10 @@ class Noise:
         self._seed = seed
 
     def factors(self, repeat: int) -> Floats:
-        """The factors of one repeat, shape (5 * positions * microbatches,).
+        """The factors of one repeat, shape (6 * positions * microbatches,).
 
         Those of F, B and W by code, as in `zero_bubble.search.orders`; then, in the same way, those
-        of the activation and of the gradient that each (position, microbatch) receives.
+        of the activation and of the gradient that each (position, microbatch) receives, and of R.
         """
         factors = np.empty(_STREAMS * len(self._stages) * self._microbatches)
         _fill(
@@ -131,7 +131,7 @@ def _fill(
         for position in range(len(stages)):
             stage = stages[position]
             own = _nested(_nested(_nested(run, stream), stage), chunks[position])
-            drift = drifts[stage] if stream < 3 else 1.0
+            drift = 1.0 if stream in (3, 4) else drifts[stage]
             for microbatch in range(microbatches):
                 word = _nested(own, microbatch)
                 # Box and Muller: two uniform numbers make a normal one.

@@ -13,7 +13,7 @@ from zero_bubble.lower import lower
 from zero_bubble.program import Run
 from zero_bubble.run_ahead import run_ahead
 from zero_bubble.schedule import Kind, Pass, Schedule
-from zero_bubble.simulate import simulate
+from zero_bubble.simulate import Timeline, simulate
 
 __all__ = ["period_behind_barrier", "period_with_run_ahead"]
 
@@ -36,7 +36,13 @@ def period_behind_barrier(schedule: Schedule, costs: Costs, *, step: float = 0.0
 
 
 def period_with_run_ahead(
-    schedule: Schedule, costs: Costs, *, step: float = 0.0, commit: float = 0.0, hop: float = 0.0
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    step: float = 0.0,
+    commit: float = 0.0,
+    hop: float = 0.0,
+    reduction: Sequence[float] | None = None,
 ) -> float:
     """ms from one iteration to the next with post-validation, none of which has to undo a step.
 
@@ -49,12 +55,14 @@ def period_with_run_ahead(
         step: ms of a stage's step, before its run-ahead.
         commit: ms that a stage but the last one needs once the result is known.
         hop: ms of a message of the validation from stage to stage.
+        reduction: ms of each stage from its last pass until its gradients are reduced; 0 without.
 
     Raises:
         ValueError: as `zero_bubble.simulate.simulate` and `zero_bubble.lower.lower`.
     """
-    simulate(schedule, costs)  # raises where the costs do not fit or the stages are in deadlock
-    iterations = _Iterations(schedule, costs, step, commit, hop)
+    # Raises where the costs do not fit or the stages are in deadlock.
+    timeline = simulate(schedule, costs)
+    iterations = _Iterations(timeline, step, commit, hop, reduction)
     ends = [0.0] * schedule.num_stages
     history = [ends]
     seen: dict[tuple[float, ...], int] = {}
@@ -73,9 +81,17 @@ class _Iterations:
     """When stages end an iteration, from when they ended the one before."""
 
     def __init__(
-        self, schedule: Schedule, costs: Costs, step: float, commit: float, hop: float
+        self,
+        timeline: Timeline,
+        step: float,
+        commit: float,
+        hop: float,
+        reduction: Sequence[float] | None,
     ) -> None:
-        self._schedule, self._costs = schedule, costs
+        self._timeline = timeline
+        self._schedule, self._costs = timeline.schedule, timeline.costs
+        schedule = timeline.schedule
+        self._reduction = [0.0] * schedule.num_stages if reduction is None else [*reduction]
         self._step, self._commit, self._hop = step, commit, hop
         program = lower(schedule)
         self._ahead = [
@@ -107,7 +123,7 @@ class _Iterations:
                 now[stage], count = self._run(stage, row[done[stage] :], now[stage])
                 done[stage] += count
                 moved = moved or count > 0
-        return now
+        return [end + more for end, more in zip(now, self._reduction, strict=True)]
 
     def _totals_known(self, ends: Sequence[float]) -> list[float]:
         """When each stage knows the statistics of all stages up to itself."""
@@ -123,7 +139,7 @@ class _Iterations:
             ready = self._input_ready(stage, what)
             if ready is None:
                 break
-            now = max(now, ready) + self._costs.duration(what.kind, stage, what.chunk)
+            now = max(now, ready) + self._timeline.duration(what, stage)
             made = Kind.B if what.kind is Kind.BW else what.kind
             self._ready[stage, Pass(made, what.microbatch, what.chunk)] = now
             count += 1
@@ -132,8 +148,8 @@ class _Iterations:
     def _input_ready(self, stage: int, what: Pass) -> float | None:
         """When a pass has its input; None as long as it has not been made."""
         place = self._schedule.placement
-        if what.kind is Kind.W:
-            return 0.0  # its B ran before, on the same stage
+        if what.kind in (Kind.W, Kind.R):
+            return 0.0  # its B, or its F, ran before, on the same stage
         forward = what.kind is Kind.F
         source = (place.before if forward else place.after)(stage, what.chunk)
         if source is None:

@@ -46,12 +46,19 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Compute a pass; waits for its input if that comes by message."""
+    """Compute a pass, or a share of a W; waits for its input if that comes by message.
+
+    With ``parts`` above 1, those weight gradients of a W that are in share ``part``, counted from
+    0: the same weights for all microbatches. Prints as ``0W3.1/4``.
+    """
 
     what: Pass
+    part: int = 0
+    parts: int = 1
 
     def __str__(self) -> str:
-        return str(self.what)
+        share = f".{self.part}/{self.parts}" if self.parts > 1 else ""
+        return f"{self.what}{share}"
 
 
 @dataclass(frozen=True, slots=True)

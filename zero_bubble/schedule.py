@@ -28,11 +28,13 @@ class Kind(StrEnum):
     """Gradient of the weights: what nobody waits for."""
     BW = "BW"
     """Both at once: the fused backward of 1F1B."""
+    R = "R"
+    """Recomputation: the forward once more, of a chunk whose F kept little of it."""
 
 
-_LETTER = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
+_LETTER = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B", Kind.R: "R"}
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
-_GRAMMAR = re.compile(r"(\d+)([FIWB])(\d+)")
+_GRAMMAR = re.compile(r"(\d+)([FIWBR])(\d+)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,7 +42,7 @@ class Pass:
     """One computation of one chunk for one microbatch.
 
     Prints in PyTorch's grammar, chunk first: ``0F3``, ``0I3`` (input gradient, our B), ``0W3`` and
-    ``0B3`` (fused backward, our BW).
+    ``0B3`` (fused backward, our BW); besides, ``0R3`` (recomputation), which PyTorch has not.
     """
 
     kind: Kind
@@ -56,8 +58,8 @@ class Pass:
         match = _GRAMMAR.fullmatch(text.strip())
         if match is None:
             raise ValueError(
-                f"{text!r} is not a pass: expected chunk, one of F, I (input gradient), W or B "
-                "(fused backward), microbatch, such as 0F3"
+                f"{text!r} is not a pass: expected chunk, one of F, I (input gradient), W, B "
+                "(fused backward) or R (recomputation), microbatch, such as 0F3"
             )
         return Pass(_KIND[match[2]], int(match[3]), int(match[1]))
 
@@ -92,6 +94,10 @@ class Schedule:
         """The passes of these kinds on a stage, in the order they run."""
         wanted = frozenset(kinds)
         return (one for one in self.passes[stage] if one.kind in wanted)
+
+    def chunks_with(self, kind: Kind) -> tuple[frozenset[int], ...]:
+        """Of each stage, the chunks that have a pass of this kind."""
+        return tuple(frozenset(one.chunk for one in row if one.kind is kind) for row in self.passes)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.passes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from zero_bubble.costs import Costs
 from zero_bubble.schedule import Kind, Pass, Schedule
@@ -20,7 +21,7 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline:
     """A schedule with times: ``spans[stage]`` in the order they run."""
 
@@ -41,9 +42,16 @@ class Timeline:
     def work(self) -> tuple[float, ...]:
         """Time each stage computes, in ms."""
         return tuple(
-            sum(self.costs.duration(one.what.kind, stage, one.what.chunk) for one in row)
+            sum(self.duration(one.what, stage) for one in row)
             for stage, row in enumerate(self.spans)
         )
+
+    def duration(self, what: Pass, stage: int) -> float:
+        """Time of a pass, in ms: that of B and BW contains recomputation if no R does it."""
+        time = self.costs.duration(what.kind, stage, what.chunk)
+        if what.kind in (Kind.B, Kind.BW) and what.chunk not in self._recomputed[stage]:
+            time += self.costs.recomputation(stage, what.chunk)
+        return time
 
     @property
     def bubble_rate(self) -> float:
@@ -64,28 +72,35 @@ class Timeline:
         """Most memory each stage holds, in the unit of the costs (paper, section 3.1).
 
         F takes M_B at its start; B frees M_B - M_W and W frees M_W at their ends, BW frees M_B.
+        With recomputation F takes M_R, and R, or B and BW without it, the rest of M_B.
         """
         return tuple(map(self._peak_memory, range(self.schedule.num_stages)))
 
     def _peak_memory(self, stage: int) -> float:
         m_b, m_w = self.costs.m_b[stage], self.costs.m_w[stage]
+        m_r = [self.costs.kept(stage, chunk) for chunk in range(len(m_b))]
+        recomputed = self._recomputed[stage]
         # Whole counts, not a running sum: a sum of fractions would drift with m.
-        held, waiting = [0] * len(m_b), [0] * len(m_b)
+        kept, whole, waiting = [0] * len(m_b), [0] * len(m_b), [0] * len(m_b)
         peak = 0.0
         for one in self.schedule.passes[stage]:
-            match one.kind:
-                case Kind.F:
-                    held[one.chunk] += 1
-                case Kind.B:
-                    held[one.chunk] -= 1
-                    waiting[one.chunk] += 1
-                case Kind.W:
-                    waiting[one.chunk] -= 1
-                case Kind.BW:
-                    held[one.chunk] -= 1
-            now = sum(n * b + k * w for n, b, k, w in zip(held, m_b, waiting, m_w, strict=True))
-            peak = max(peak, now)
+            chunk = one.chunk
+            if one.kind is Kind.F:
+                kept[chunk] += 1
+            elif one.kind is Kind.R or (one.kind is not Kind.W and chunk not in recomputed):
+                kept[chunk] -= 1
+                whole[chunk] += 1
+            table = zip(kept, m_r, whole, m_b, waiting, m_w, strict=True)
+            peak = max(peak, sum(a * r + n * b + k * w for a, r, n, b, k, w in table))
+            if one.kind in (Kind.B, Kind.BW):
+                whole[chunk] -= 1
+            if one.kind in (Kind.B, Kind.W):
+                waiting[chunk] += 1 if one.kind is Kind.B else -1
         return peak
+
+    @cached_property
+    def _recomputed(self) -> tuple[frozenset[int], ...]:
+        return self.schedule.chunks_with(Kind.R)
 
     @property
     def peak_weight_store(self) -> tuple[int, ...]:
@@ -140,22 +155,29 @@ class _Simulation:
         self.spans: list[list[Span]] = [[] for _ in schedule.passes]
         self.ends: dict[tuple[Kind, int, int], list[float | None]] = {
             (kind, stage, chunk): [None] * schedule.num_microbatches
-            for kind in (Kind.F, Kind.B, Kind.W)
+            for kind in (Kind.F, Kind.B, Kind.W, Kind.R)
             for stage, held in enumerate(schedule.placement.positions)
             for chunk in range(len(held))
         }
         self.readers: list[set[int]] = [set() for _ in schedule.passes]
+        recomputed = schedule.chunks_with(Kind.R)
         self.lanes: list[dict[Kind, list[_Lane]]] = [
-            {kind: [self._lane(kind, stage, chunk) for chunk in range(len(held))] for kind in Kind}
-            for stage, held in enumerate(schedule.placement.positions)
+            {
+                kind: [self._lane(kind, stage, one, one in recomputed[stage]) for one in chunks]
+                for kind in Kind
+                if kind is not Kind.R or recomputed[stage]
+            }
+            for stage, chunks in enumerate(map(range, map(len, schedule.placement.positions)))
         ]
 
-    def _lane(self, kind: Kind, stage: int, chunk: int) -> _Lane:
+    def _lane(self, kind: Kind, stage: int, chunk: int, has_r: bool) -> _Lane:
         placement = self.schedule.placement
         before, after = placement.before(stage, chunk), placement.after(stage, chunk)
         source = kind, stage, chunk
         if kind is Kind.W:
             source = Kind.B, stage, chunk
+        elif kind is Kind.R:
+            source = Kind.F, stage, chunk
         elif kind is not Kind.F:
             source = (Kind.B, *after) if after else (Kind.F, stage, chunk)
         elif before:
@@ -164,8 +186,11 @@ class _Simulation:
         if other != stage:
             self.readers[other].add(stage)
         made = Kind.B if kind is Kind.BW else kind
+        within = 0.0
+        if kind in (Kind.B, Kind.BW) and not has_r:
+            within = self.costs.recomputation(stage, chunk)
         return _Lane(
-            self.costs.duration(kind, stage, chunk),
+            self.costs.duration(kind, stage, chunk) + within,
             self.ends[source] if kind is not Kind.F or before else None,
             self.costs.comm(other, stage),
             self.ends[made, stage, chunk],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from zero_bubble.builders.recomputing import within_backward
 from zero_bubble.costs import Costs
 from zero_bubble.placement import Placement, v_shape
 from zero_bubble.schedule import Schedule
@@ -65,7 +66,9 @@ def v_lagged(
 
     placement = v_shape(stages)
     equal = Costs.uniform(placement, 1, 1, 1)
-    clocks = [equal] if costs is None else [_counting_chunks(costs, placement), equal]
+    clocks = [equal]
+    if costs is not None:
+        clocks.insert(0, _counting_chunks(within_backward(costs), placement))
     problems = [Problem.of(placement, one, microbatches, 2 * in_flight) for one in clocks]
     true_times = problems[0].arrays()
     ahead = lag * (stages - 1 - np.arange(stages, dtype=np.float64))

@@ -24,17 +24,21 @@ __all__ = [
     "add_costs",
     "add_memory_limit",
     "add_placement",
+    "add_recompute",
     "add_size",
     "costs_of",
     "has_cost_flags",
     "memory_limits",
     "placement_of",
+    "recomputes_in_a_pass",
     "require_size",
 ]
 
 _MOST = 1_000_000
 """Stages x microbatches x chunks."""
-_COST_FLAGS = ("t_f", "t_b", "t_w", "t_comm", "m_b", "m_w")
+_COST_FLAGS = ("t_f", "t_b", "t_w", "t_comm", "m_b", "m_w", "t_r", "m_r")
+_RECOMPUTE = ("in-backward", "pass")
+"""Where recomputation can be."""
 
 
 class UsageError(ValueError):
@@ -164,6 +168,15 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--m-w", type=parse_amount, metavar="X", help="its part that stays to W (as M_B)"
     )
+    group.add_argument(
+        "--t-r", type=float, metavar="MS", help="time of recomputation, with --m-r (as F)"
+    )
+    group.add_argument(
+        "--m-r",
+        type=parse_amount,
+        metavar="X",
+        help="memory from F until it is computed again: with it the job recomputes",
+    )
     group.add_argument("--costs", metavar="FILE.json", help="profiled costs, instead of the above")
 
 
@@ -171,8 +184,8 @@ def costs_of(arguments: argparse.Namespace, placement: Placement) -> Costs:
     """The costs that `add_costs`'s flags name, for this placement.
 
     Flags are of a whole stage: each of a stage's v chunks gets a v-th, but for the time of a
-    message, which is that of each. ValueError for a number that is negative or not finite, flags
-    beside a file, or a file for another placement.
+    message, which is that of each. ``--m-r`` says that there is recomputation. ValueError for a
+    number that is negative or not finite, flags beside a file, or a file for another placement.
     """
     given = [name for name in _COST_FLAGS if getattr(arguments, name) is not None]
     if arguments.costs is not None:
@@ -200,6 +213,11 @@ def costs_of(arguments: argparse.Namespace, placement: Placement) -> Costs:
     t_f, m_b = value("t_f", 1.0), value("m_b", 1.0)
     t_b = value("t_b", t_f)
     t_w, m_w = value("t_w", t_b), value("m_w", m_b)
+    if arguments.t_r is not None and arguments.m_r is None:
+        raise UsageError(
+            f"--t-r {arguments.t_r:g} needs --m-r, the memory that is kept until recomputation"
+        )
+    recomputed = arguments.m_r is not None
     counts = tuple(map(len, placement.positions))
 
     def spread(whole: float) -> tuple[tuple[float, ...], ...]:
@@ -211,8 +229,33 @@ def costs_of(arguments: argparse.Namespace, placement: Placement) -> Costs:
         t_w=spread(t_w),
         m_b=spread(m_b),
         m_w=spread(m_w),
+        t_r=spread(value("t_r", t_f)) if recomputed else None,
+        m_r=spread(value("m_r", 0.0)) if recomputed else None,
         t_comm=value("t_comm", 0.0),
     )
+
+
+def add_recompute(parser: argparse.ArgumentParser) -> None:
+    """``--recompute``; see `recomputes_in_a_pass`."""
+    parser.add_argument(
+        "--recompute",
+        choices=_RECOMPUTE,
+        help="with costs of recomputation (--m-r): within B, or as a pass R of its own (for auto "
+        "pass, for names in-backward)",
+    )
+
+
+def recomputes_in_a_pass(
+    arguments: argparse.Namespace, costs: Costs, default: str = "in-backward"
+) -> bool:
+    """Whether schedules are to have R's; UsageError for the flag where nothing is recomputed."""
+    where: str | None = getattr(arguments, "recompute", None)
+    if where is not None and costs.t_r is None:
+        raise UsageError(
+            f"--recompute {where} needs costs of recomputation: --m-r and --t-r, or t_r and m_r in "
+            "the file of --costs"
+        )
+    return costs.t_r is not None and (where or default) == "pass"
 
 
 def has_cost_flags(arguments: argparse.Namespace) -> bool:

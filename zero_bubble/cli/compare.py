@@ -16,8 +16,10 @@ from zero_bubble.cli.common import (
     add_chunks,
     add_command,
     add_costs,
+    add_recompute,
     add_size,
     costs_of,
+    recomputes_in_a_pass,
 )
 from zero_bubble.cli.compiling import announce_compiling
 from zero_bubble.cli.sources import build_named
@@ -56,6 +58,7 @@ def add(commands: Commands) -> None:
     )
     add_chunks(parser)
     add_costs(parser)
+    add_recompute(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,7 +103,10 @@ def _found(arguments: argparse.Namespace, refused: dict[str, ValueError]) -> Ite
             placement = arrange(arguments.stages)
             costs = costs_of(arguments, placement)
             limits = [factor * placement.num_stages * sum(row) for row in costs.m_b]
-            problem = Problem.of(placement, costs, arguments.microbatches, limits)
+            within = not recomputes_in_a_pass(arguments, costs, "pass")
+            problem = Problem.of(
+                placement, costs, arguments.microbatches, limits, recompute_in_backward=within
+            )
             schedule = auto(problem, effort="quick").schedule
             yield simulate(replace(schedule, name=name), costs)
         except ValueError as error:

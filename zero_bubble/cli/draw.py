@@ -10,7 +10,14 @@ from pathlib import Path
 
 from zero_bubble.builders import BUILDERS
 from zero_bubble.cli.amount import amount
-from zero_bubble.cli.common import Commands, add_chunks, add_command, add_costs, add_size
+from zero_bubble.cli.common import (
+    Commands,
+    add_chunks,
+    add_command,
+    add_costs,
+    add_recompute,
+    add_size,
+)
 from zero_bubble.cli.drawing import add_drawing, drawing
 from zero_bubble.cli.inputs import Input, inputs, say, warn_of_illegal
 from zero_bubble.export import svg
@@ -27,9 +34,9 @@ def add(commands: Commands) -> None:
         run,
         summary="draw schedules as text, or as a picture",
         description="Rows are stages, time goes right, dots are idle. F3, B3, W3: forward, input\n"
-        "gradient and weight gradient of microbatch 3; BW3: a fused backward. Time is\n"
-        "to scale, a label that does not fit is cut. Names take stages, microbatches and\n"
-        "costs from the first file, if no flag gives them.",
+        "gradient and weight gradient of microbatch 3; BW3: a fused backward; R3:\n"
+        "recomputation. Time is to scale, a label that does not fit is cut. Names take\n"
+        "stages, microbatches and costs from the first file, if no flag gives them.",
         examples="""
             zero-bubble draw 1f1b zb-h2 --stages 4 --microbatches 8
             zero-bubble draw zb-h1.json --width 160
@@ -42,6 +49,7 @@ def add(commands: Commands) -> None:
     add_size(parser, required=False)
     add_chunks(parser)
     add_costs(parser)
+    add_recompute(parser)
     add_drawing(parser, picture=True)
     parser.add_argument("--svg", metavar="FILE.svg", help="write a picture to this file instead")
 

@@ -15,6 +15,7 @@ from zero_bubble.cli.common import (
     add_chunks,
     add_command,
     add_costs,
+    add_recompute,
     add_size,
 )
 from zero_bubble.cli.inputs import Input, inputs, say, warn_of_illegal
@@ -61,6 +62,7 @@ def add(commands: Commands) -> None:
     add_size(parser, required=False)
     add_chunks(parser)
     add_costs(parser)
+    add_recompute(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from zero_bubble.builders import BUILDERS, build
 from zero_bubble.check import check
 from zero_bubble.cli.common import UsageError, has_cost_flags
-from zero_bubble.cli.sources import Source, source_of
+from zero_bubble.cli.sources import Source, recomputed, source_of
 from zero_bubble.costs import Costs, Table
 from zero_bubble.placement import Placement
 from zero_bubble.simulate import Timeline
@@ -116,6 +116,10 @@ def _refuse_sizes(arguments: argparse.Namespace) -> None:
             raise UsageError(
                 f"--{flag} {value} is for names such as 1f1b: a file has its own number of {flag}"
             )
+    if arguments.recompute is not None:
+        raise UsageError(
+            f"--recompute {arguments.recompute} is for names such as 1f1b: a file has R's or not"
+        )
 
 
 def _with_costs(file: Input, donor: Input | None) -> Input:
@@ -158,12 +162,14 @@ def _named(
     ):
         size.chunks = model.placement.num_chunks(0)
         taken.append(f"{counted(size.chunks, 'chunk')} a stage")
+    if donor is not None:
+        size.recompute = None  # The costs that it needs are the donor's.
     source, notes = source_of(name, size), list[str]()
     if donor is not None:
         if donor.source.schedule.placement == source.schedule.placement:
             costs = donor.source.costs
             schedule = build(name, size.stages, size.microbatches, chunks=size.chunks, costs=costs)
-            source = Source(schedule, costs)
+            source = Source(recomputed(schedule, costs, arguments), costs)
             if donor.what == first.what:
                 taken.append("costs")
             else:
@@ -171,6 +177,7 @@ def _named(
         else:
             unit = _unit(source.schedule.placement)
             notes.append(f"{name}: the costs of {donor.what} are for another placement: {unit}")
+            recomputed(source.schedule, source.costs, arguments)  # says what is missing
     if taken:
         notes.insert(0, f"{name}: {', '.join(taken)} as in {first.what}")
     return Input(name, False, source, tuple(notes))
@@ -208,7 +215,8 @@ def _totals(costs: Costs) -> tuple[float, ...]:
         return math.fsum(value for row in table for value in row)
 
     fused = total(costs.t_b) + total(costs.t_w) if costs.t_bw is None else total(costs.t_bw)
-    return total(costs.t_f), total(costs.t_b), total(costs.t_w), fused, costs.t_comm
+    again = 0.0 if costs.t_r is None else total(costs.t_r)
+    return total(costs.t_f), total(costs.t_b), total(costs.t_w), fused, again, costs.t_comm
 
 
 def _are_close(one: float, other: float) -> bool:

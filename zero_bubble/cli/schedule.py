@@ -38,6 +38,7 @@ costs of each stage and chunk, for --costs FILE.json; here of two stages of one 
   {"t_f": [[18.5], [18.1]], "t_b": [[18.1], [17.9]], "t_w": [[9.3], [9.4]],
    "m_b": [[2e9], [2e9]], "m_w": [[1e9], [1e9]], "t_comm": 0.5}
 t_* are ms, m_b is memory from F to B and m_w its part that stays to W, both in any one unit.
+With recomputation also t_r, its time, and m_r, the memory that is kept from F until then.
 Where every stage has one chunk, [18.5, 18.1] is the same as [[18.5], [18.1]]."""
 
 
@@ -57,6 +58,7 @@ def add(commands: Commands) -> None:
             zero-bubble schedule 1f1b --stages 4 --microbatches 8 --output 1f1b.json
             zero-bubble schedule auto --stages 4 --microbatches 8 --memory-limit 1.5p
             zero-bubble schedule auto --stages 4 --microbatches 12 --placement v --effort quick
+            zero-bubble schedule auto --stages 4 --microbatches 8 --m-r 0.05 --memory-limit 0.5p
         """,
     )
     parser.add_argument("name", metavar="NAME", help=f"auto, {', '.join(BUILDERS)}")

@@ -12,10 +12,12 @@ from zero_bubble.cli.common import (
     add_costs,
     add_memory_limit,
     add_placement,
+    add_recompute,
     add_size,
     costs_of,
     memory_limits,
     placement_of,
+    recomputes_in_a_pass,
 )
 from zero_bubble.cli.compiling import announce_compiling
 
@@ -74,11 +76,12 @@ class Found:
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
-    """``--stages``, ``--microbatches``, ``--placement``, ``--memory-limit`` and costs."""
+    """Size, ``--placement``, ``--memory-limit``, costs and ``--recompute``."""
     add_size(parser)
     add_placement(parser)
     add_memory_limit(parser)
     add_costs(parser)
+    add_recompute(parser)
 
 
 def add_effort(parser: argparse._ActionsContainer, default: str) -> None:
@@ -104,8 +107,9 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
     limits = memory_limits(text, placement, costs)
     if arguments.microbatches < 1:
         raise UsageError(f"--microbatches {arguments.microbatches}: at least 1 is needed")
+    within = not recomputes_in_a_pass(arguments, costs, "pass")
     try:
-        return Problem(placement, costs, arguments.microbatches, limits)
+        return Problem(placement, costs, arguments.microbatches, limits, within)
     except ValueError as error:
         raise ValueError(f"--memory-limit {text}: {error}") from error
 
@@ -125,6 +129,8 @@ def name_of(arguments: argparse.Namespace) -> str:
     limit = limit_text(arguments).replace(" ", "")
     parts = ["auto", f"{arguments.placement}{chunks}"]
     parts.append(limit if len(limit) <= _LONGEST_LIMIT else "own-limits")
+    if arguments.recompute is not None:
+        parts.append(f"recompute-{arguments.recompute}")
     if arguments.method not in (None, "auto"):
         parts.append(arguments.method)
     if arguments.robust is not None:
@@ -160,6 +166,8 @@ def search(
             f"--robust {jitter:g}: expected a relative standard deviation from 0 to below 1: 0.05 "
             "is 5 %"
         )
+    if method != "auto" and problem.costs.t_r is not None:
+        raise UsageError(f"--method {method} knows no recomputation (--m-r): use --method auto")
     if method == "paper":
         from zero_bubble.search.paper import paper_method
 

@@ -12,9 +12,11 @@ from zero_bubble.cli.common import (
     add_chunks,
     add_command,
     add_costs,
+    add_recompute,
     add_size,
 )
 from zero_bubble.cli.inputs import inputs, say, warn_of_differences, warn_of_illegal
+from zero_bubble.cli.reduction import add_reduction, reduction_table
 from zero_bubble.cli.table import table
 
 __all__ = ["add", "run"]
@@ -39,6 +41,7 @@ def add(commands: Commands) -> None:
             zero-bubble simulate zb-h1.json 1f1b
             zero-bubble simulate zb-h1 1f1b --stages 8 --microbatches 24 --jitter 0.1
             zero-bubble simulate zb-h2 zb-h1 --stages 8 --microbatches 24 --drift 3:1.1 --seed 7
+            zero-bubble simulate zb-v zb-h2 --stages 8 --microbatches 32 --t-reduce 8W
         """,
     )
     parser.add_argument(
@@ -59,6 +62,8 @@ def add(commands: Commands) -> None:
     add_size(parser, required=False)
     add_chunks(parser)
     add_costs(parser)
+    add_recompute(parser)
+    add_reduction(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     drift = None if arguments.drift is None else _drift(arguments.drift)
     found = inputs(arguments.what, arguments)
+    reduction = reduction_table(found, arguments)
     results = []
     for one in found:
         one.timeline()  # says which file it is that deadlocks
@@ -103,6 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{found[0].label} beats {one.label} in {results[0].beats(result):.0%} of "
             f"{arguments.repeats} repeats"
         )
+    if reduction is not None:
+        print(f"\n{reduction}")
     return 0
 
 

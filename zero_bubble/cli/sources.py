@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_bubble.builders import BUILDERS, build
-from zero_bubble.cli.common import UsageError, costs_of, has_cost_flags
+from zero_bubble.builders.recomputing import with_recomputation
+from zero_bubble.cli.common import UsageError, costs_of, has_cost_flags, recomputes_in_a_pass
 from zero_bubble.costs import Costs
 from zero_bubble.export.json_io import ScheduleFile, load_file
 from zero_bubble.export.pytorch_csv import load_csv
 from zero_bubble.schedule import Schedule
 from zero_bubble.simulate import Timeline, simulate
 
-__all__ = ["Source", "build_named", "read", "source_of"]
+__all__ = ["Source", "build_named", "read", "recomputed", "source_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,13 @@ def build_named(name: str, arguments: argparse.Namespace) -> tuple[Schedule, Cos
         schedule = build(name, stages, microbatches, chunks=chunks)  # says what is wrong
         return schedule, costs_of(arguments, schedule.placement)
     costs = costs_of(arguments, builder.placement(stages, chunks))
-    return build(name, stages, microbatches, chunks=chunks, costs=costs), costs
+    schedule = build(name, stages, microbatches, chunks=chunks, costs=costs)
+    return recomputed(schedule, costs, arguments), costs
+
+
+def recomputed(schedule: Schedule, costs: Costs, arguments: argparse.Namespace) -> Schedule:
+    """A known schedule with R's, if ``--recompute`` asks for them."""
+    return with_recomputation(schedule) if recomputes_in_a_pass(arguments, costs) else schedule
 
 
 def read(path: str) -> ScheduleFile:

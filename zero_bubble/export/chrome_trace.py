@@ -24,6 +24,7 @@ _COLOUR = {
     Kind.B: "thread_state_runnable",
     Kind.W: "good",
     Kind.BW: "olive",
+    Kind.R: "thread_state_iowait",
 }
 """Names of chrome://tracing's palette; Perfetto chooses its own by the event's name."""
 
@@ -31,10 +32,11 @@ _COLOUR = {
 def trace(timeline: Timeline) -> dict[str, Any]:
     """The trace of a timeline, as what `json.dumps` takes.
 
-    A pass is called ``F3``, ``B3``, ``W3`` or ``BW3``; its arguments are microbatch, chunk and the
-    chunk's position in the model. ``memory of stage 0`` counts what the stage holds, in the unit of
-    the costs (paper, section 3.1): F takes M_B at its start, B frees M_B - M_W and W frees M_W at
-    their ends, BW frees M_B.
+    A pass is called ``F3``, ``B3``, ``W3``, ``BW3`` or ``R3``; its arguments are microbatch, chunk
+    and the chunk's position in the model. ``memory of stage 0`` counts what the stage holds, in the
+    unit of the costs (paper, section 3.1): F takes M_B at its start, B frees M_B - M_W and W frees
+    M_W at their ends, BW frees M_B. With recomputation F takes M_R, and R, or B and BW without it,
+    the rest of M_B at its start.
     """
     events = list(_names(timeline))
     for stage, row in enumerate(timeline.spans):
@@ -95,33 +97,40 @@ def _pass(timeline: Timeline, stage: int, span: Span) -> dict[str, Any]:
 
 
 def _memory(timeline: Timeline, stage: int) -> Iterator[dict[str, Any]]:
-    m_b, m_w = timeline.costs.m_b[stage], timeline.costs.m_w[stage]
+    costs = timeline.costs
+    m_b, m_w = costs.m_b[stage], costs.m_w[stage]
+    m_r = [costs.kept(stage, chunk) for chunk in range(len(m_b))]
+    recomputed = {span.what.chunk for span in timeline.spans[stage] if span.what.kind is Kind.R}
     # Whole counts, not a running sum: a sum of fractions would drift with m.
-    held, waiting = [0] * len(m_b), [0] * len(m_b)
-    for span in timeline.spans[stage]:
-        chunk, at = span.what.chunk, span.end
-        match span.what.kind:
-            case Kind.F:
-                held[chunk] += 1
-                at = span.start
-            case Kind.B:
-                held[chunk] -= 1
-                waiting[chunk] += 1
-            case Kind.W:
-                waiting[chunk] -= 1
-            case Kind.BW:
-                held[chunk] -= 1
-        yield {
+    kept, held, waiting = [0] * len(m_b), [0] * len(m_b), [0] * len(m_b)
+
+    def counter(at: float) -> dict[str, Any]:
+        table = zip(kept, m_r, held, m_b, waiting, m_w, strict=True)
+        return {
             "name": f"memory of stage {stage}",
             "ph": "C",
             "ts": at * _MICROSECONDS,
             "pid": _PIPELINE,
-            "args": {
-                "held": sum(
-                    n * b + k * w for n, b, k, w in zip(held, m_b, waiting, m_w, strict=True)
-                )
-            },
+            "args": {"held": sum(a * r + n * b + k * w for a, r, n, b, k, w in table)},
         }
+
+    for span in timeline.spans[stage]:
+        kind, chunk = span.what.kind, span.what.chunk
+        if kind is Kind.F:
+            kept[chunk] += 1
+            yield counter(span.start)
+        elif kind is Kind.W:
+            waiting[chunk] -= 1
+            yield counter(span.end)
+        elif kind is Kind.R or chunk not in recomputed:
+            kept[chunk] -= 1
+            held[chunk] += 1
+            if m_r[chunk] != m_b[chunk]:
+                yield counter(span.start)
+        if kind in (Kind.B, Kind.BW):
+            held[chunk] -= 1
+            waiting[chunk] += kind is Kind.B
+            yield counter(span.end)
 
 
 def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -138,7 +147,7 @@ def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
     }
     number = 0
     for (kind, position, microbatch), (stage, span) in by_pass.items():
-        if kind is Kind.W:
+        if kind in (Kind.W, Kind.R):
             continue
         target = by_pass.get((kind, position + (1 if kind is Kind.F else -1), microbatch))
         if target is None or target[0] == stage:

@@ -40,10 +40,16 @@ def save_csv(schedule: Schedule, path: str | Path, form: Form = "compute_only") 
 
     ``compute_only`` leaves the messages to PyTorch; ``compute_comms`` writes them too, each right
     after the pass that makes it. ValueError if `zero_bubble.check` refuses the schedule: PyTorch
-    would fail or wait for ever. See also `has_losses_in_order`.
+    would fail or wait for ever; or for R's, which PyTorch has not. See also `has_losses_in_order`.
     """
     if form not in FORMS:
         raise ValueError(f"form {form!r}: expected {' or '.join(FORMS)}")
+    if any(schedule.chunks_with(Kind.R)):
+        raise ValueError(
+            f"{path} is not written: the schedule recomputes (R), a pass that PyTorch's schedules "
+            "do not have. Without R's, wrap the model's layers in torch.utils.checkpoint: its "
+            "backward then recomputes"
+        )
     if found := check(schedule):
         raise ValueError(f"{path} is not written, the schedule is illegal: {found[0]}")
     if form == "compute_comms":

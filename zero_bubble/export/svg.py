@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from html import escape
 
 from zero_bubble.schedule import Kind
@@ -34,9 +34,11 @@ _STYLE = """
   .F { fill: #3b6fd6; }
   .B { fill: #0f9aa0; }
   .W { fill: #63c27c; }
+  .R { fill: #b0568f; }
   .F.other { fill: #7c3fc4; }
   .B.other { fill: #c26a12; }
   .W.other { fill: #d9b23c; }
+  .R.other { fill: #8f4a4a; }
   @media (prefers-color-scheme: dark) {
     .figure, .name, .tick { fill: #9198a1; }
     .title, .strong { fill: #f0f6fc; }
@@ -46,6 +48,7 @@ _STYLE = """
     .F { fill: #4a7ee6; }
     .B { fill: #12a5ab; }
     .W { fill: #5cb874; }
+    .R { fill: #c465a0; }
   }
 """
 
@@ -75,11 +78,11 @@ def draw_all(
 ) -> str:
     """The SVG of several timelines below each other, on one time scale.
 
-    A row a stage: F blue, B teal, W green, the fused backward half teal and half green, microbatch
-    numbers in them where those of all of a timeline's F's, B's or W's fit, gray where a stage idles
-    between its first and its last pass. A stage's second and later chunks have colours of their
-    own. At the right the bubble rate, and each stage's peak memory, in the unit of the costs and
-    written by ``amount``.
+    A row a stage: F blue, B teal, W green, R purple, the fused backward half teal and half green,
+    microbatch numbers in them where those of all of a timeline's passes of a kind fit, gray where a
+    stage idles between its first and its last pass. A stage's second and later chunks have colours
+    of their own. At the right the bubble rate, and each stage's peak memory, in the unit of the
+    costs and written by ``amount``.
     ``titles`` are the schedules' names by default; ``width`` is in pixels. ValueError for no
     timeline, a number of titles that differs, or a width below 400.
     """
@@ -100,8 +103,8 @@ def draw_all(
     body += _axis(scale, top - _BETWEEN + 6)
     top += _AXIS - _BETWEEN + 6
     chunks = max(len(held) for one in timelines for held in one.schedule.placement.positions)
-    fused = any(span.what.kind is Kind.BW for one in timelines for row in one.spans for span in row)
-    body += _legend(top, chunks, fused)
+    kinds = {span.what.kind for one in timelines for row in one.spans for span in row}
+    body += _legend(top, chunks, kinds)
     height = top + _LEGEND
     name = _escaped(", ".join(titles))
     return (
@@ -175,8 +178,7 @@ def _share(timeline: Timeline, stage: int, span: Span) -> float:
     """The part of a pass before its seam; 1 but for a fused backward."""
     if span.what.kind is not Kind.BW:
         return 1.0
-    chunk = span.what.chunk
-    b, w = (timeline.costs.duration(kind, stage, chunk) for kind in (Kind.B, Kind.W))
+    b, w = (timeline.duration(replace(span.what, kind=kind), stage) for kind in (Kind.B, Kind.W))
     return b / (b + w) if b + w else 1.0
 
 
@@ -214,16 +216,20 @@ def _step(end: float) -> float:
     return next(power * n for n in (1, 2, 5, 10) if end / (power * n) <= 12)
 
 
-def _legend(y: int, chunks: int, fused: bool) -> Iterator[str]:
+def _legend(y: int, chunks: int, kinds: Set[Kind]) -> Iterator[str]:
     entries: list[tuple[tuple[str, ...], str]] = [
         (("F",), "F: forward"),
         (("B",), "B: gradient of the input"),
         (("W",), "W: gradient of the weights"),
     ]
-    if fused:
+    if Kind.R in kinds:
+        entries.append((("R",), "R: the forward again"))
+    if Kind.BW in kinds:
         entries.append((("B", "W"), "fused backward"))
     if chunks > 1:
-        entries.append((("F other", "B other", "W other"), "F, B, W of later chunks"))
+        later = [*"FBW", *(["R"] if Kind.R in kinds else [])]
+        shades = tuple(f"{one} other" for one in later)
+        entries.append((shades, f"{', '.join(later)} of later chunks"))
     entries.append((("idle",), "idle"))
     x = float(_LEFT)
     for classes, label in entries:

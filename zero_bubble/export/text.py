@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zero_bubble.schedule import Kind, Pass, Schedule
 from zero_bubble.simulate import Span, Timeline
 
@@ -10,7 +12,12 @@ __all__ = ["draw", "order"]
 _IDLE = "."
 _MOST_COLUMNS = 100_000
 _RESET = "\x1b[0m"
-_COLOUR = {Kind.F: "\x1b[30;104m", Kind.B: "\x1b[30;106m", Kind.W: "\x1b[30;102m"}
+_COLOUR = {
+    Kind.F: "\x1b[30;104m",
+    Kind.B: "\x1b[30;106m",
+    Kind.W: "\x1b[30;102m",
+    Kind.R: "\x1b[30;105m",
+}
 
 
 def order(schedule: Schedule) -> str:
@@ -22,10 +29,11 @@ def order(schedule: Schedule) -> str:
 def draw(timeline: Timeline, *, width: int | None = None, colour: bool = False) -> str:
     """A row a stage, time to the right and to scale; dots where a stage idles.
 
-    A pass reads ``F3``, ``B3``, ``W3`` or, fused, ``BW3``, with the chunk in front where stages
-    hold several (``1F3``). ``width`` is the number of columns of the drawing, by default as many as
-    the shortest pass needs to show its label; what does not fit is cut. ``colour`` adds ANSI
-    colours: F blue, B teal, W green, the fused backward both. ValueError for a width below 1.
+    A pass reads ``F3``, ``B3``, ``W3``, ``R3`` or, fused, ``BW3``, with the chunk in front where
+    stages hold several (``1F3``). ``width`` is the number of columns of the drawing, by default as
+    many as the shortest pass needs to show its label; what does not fit is cut. ``colour`` adds
+    ANSI colours: F blue, B teal, W green, R purple, the fused backward teal and green. ValueError
+    for a width below 1.
     """
     if width is not None and width < 1:
         raise ValueError(f"width must be at least 1 column, not {width}")
@@ -69,7 +77,7 @@ def _share(timeline: Timeline, stage: int, what: Pass) -> float:
     """The part of a pass in the colour of its first letter; the rest of a fused backward is W."""
     if what.kind is not Kind.BW:
         return 1.0
-    b, w = (timeline.costs.duration(kind, stage, what.chunk) for kind in (Kind.B, Kind.W))
+    b, w = (timeline.duration(replace(what, kind=kind), stage) for kind in (Kind.B, Kind.W))
     return b / (b + w) if b + w else 1.0
 
 

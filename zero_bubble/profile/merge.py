@@ -54,18 +54,23 @@ def merge(
     if measured:
         m_b = tuple(_largest([one.m_b for one in by_stage[stage]]) for stage in stages)
         m_w = tuple(_largest([one.m_w for one in by_stage[stage]]) for stage in stages)
+        m_r = tuple(_largest([one.m_r or one.m_b for one in by_stage[stage]]) for stage in stages)
     elif before is not None:
         m_b, m_w = before.costs.m_b, before.costs.m_w
+        m_r = before.costs.m_r or m_b
     edges = _edges(by_stage)
     if not edges and before is not None:
         edges = before.costs.t_edges
+    recomputed = all(Kind.R in one.times for row in by_stage.values() for one in row)
     costs = Costs(
         t_f=slowest(Kind.F),
         t_b=slowest(Kind.B),
         t_w=slowest(Kind.W),
         # Of different ranks' figures the M_W may be the larger.
-        m_b=tuple(tuple(map(max, *rows)) for rows in zip(m_b, m_w, strict=True)),
+        m_b=tuple(tuple(map(max, *rows)) for rows in zip(m_b, m_w, m_r, strict=True)),
         m_w=m_w,
+        t_r=slowest(Kind.R) if recomputed else None,
+        m_r=m_r if recomputed else None,
         t_edges=edges,
     )
     rooms = [[one.room for one in by_stage[stage]] for stage in stages]
@@ -100,8 +105,10 @@ def change(before: Costs, after: Costs) -> float:
     return max(
         (
             abs(new / old - 1)
-            for table in ("t_f", "t_b", "t_w")
-            for row, other in zip(getattr(before, table), getattr(after, table), strict=True)
+            for table in ("t_f", "t_b", "t_w", "t_r")
+            for row, other in zip(
+                getattr(before, table) or (), getattr(after, table) or (), strict=True
+            )
             for old, new in zip(row, other, strict=True)
             if old
         ),

@@ -48,6 +48,8 @@ def rearranged(costs: Costs, placement: Placement, other: Placement) -> Costs:
         m_b=moved(costs.m_b),
         m_w=moved(costs.m_w),
         t_bw=None if costs.t_bw is None else moved(costs.t_bw),
+        t_r=None if costs.t_r is None else moved(costs.t_r),
+        m_r=None if costs.m_r is None else moved(costs.m_r),
         t_comm=_usual_message(costs),
         t_edges=edges,
     )

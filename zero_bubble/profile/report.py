@@ -38,9 +38,11 @@ class RankReport:
     worst: float = 1.0
     """The worst of them, in units of the median."""
     m_b: tuple[float, ...] = ()
-    """What F of a microbatch adds; empty if memory was not measured."""
+    """What F of a microbatch adds, with R; empty if memory was not measured."""
     m_w: tuple[float, ...] = ()
     """The part of it that B leaves for W."""
+    m_r: tuple[float, ...] = ()
+    """What F adds where R adds the rest of ``m_b``; empty without R's."""
     room: float | None = None
     """The most that activations may take on this rank's device, as far as is known."""
     edges: tuple[tuple[int, int, float], ...] = ()
@@ -97,6 +99,7 @@ class RankReport:
         """What `to_json` wrote."""
         data = json.loads(text)
         data["times"] = {Kind(kind): tuple(row) for kind, row in data["times"].items()}
-        data["m_b"], data["m_w"] = tuple(data["m_b"]), tuple(data["m_w"])
+        for name in ("m_b", "m_w", "m_r"):
+            data[name] = tuple(data[name])
         data["edges"] = tuple((source, target, ms) for source, target, ms in data["edges"])
         return cls(**data)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from zero_bubble.costs import Table
+from zero_bubble.costs import Costs, Table
 from zero_bubble.jitter import mean_cost
 from zero_bubble.noise import Noise
+from zero_bubble.schedule import Kind, Schedule
 from zero_bubble.search.bounds import lower_bound
 from zero_bubble.search.orders import decode, evaluate
 from zero_bubble.search.portfolio import EFFORTS, Effort, Order, Search, sorted_orders
@@ -48,12 +49,19 @@ def auto(
     With ``jitter``, a relative standard deviation of the passes' times, the best few are compared
     by their mean cost under seeded noise of that size. Deterministic: the same problem and effort
     give the same schedule on any machine. F's, B's and W's of a chunk ascend by microbatch, so that
-    it is bit-identical to 1F1B. ValueError for an unknown effort or a negative jitter.
+    it is bit-identical to 1F1B. With recomputation its passes are part of templates and orders;
+    chunks that have nothing to compute again get no R's. ValueError for an unknown effort or a
+    negative jitter.
     """
     if effort not in EFFORTS:
         raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}")
     if jitter is not None and not 0 <= jitter < math.inf:
         raise ValueError(f"jitter must be a relative standard deviation such as 0.05, not {jitter}")
+    if problem.costs.t_r is not None and all(
+        len(chunks) == len(row)
+        for chunks, row in zip(_nothing_again(problem.costs), problem.costs.m_b, strict=True)
+    ):
+        problem = replace(problem, costs=problem.costs.without_recomputation())
     bound = lower_bound(problem).cost
     if all(map(math.isinf, problem.memory_limit)):
         # Without a limit too, memory that buys nothing should not be held.
@@ -77,14 +85,37 @@ def auto(
         Order(one.rows, evaluate(arrays, many, one.rows).cost, one.how) for one in found
     )
     best = _leanest(problem, orders) if jitter is None else _steadiest(problem, orders, jitter)
-    schedule = decode(problem, best.rows, "auto")
+    schedule = _without_empty(problem, decode(problem, best.rows, "auto"))
     return Solution(schedule, best.cost, min(bound, best.cost), best.how)
+
+
+def _without_empty(problem: Problem, schedule: Schedule) -> Schedule:
+    """The schedule without the R's of chunks that have nothing to compute again."""
+    empty = _nothing_again(problem.costs)
+    rows = zip(schedule.passes, empty, strict=True)
+    passes = tuple(
+        tuple(one for one in row if one.kind is not Kind.R or one.chunk not in chunks)
+        for row, chunks in rows
+    )
+    return replace(schedule, passes=passes)
+
+
+def _nothing_again(costs: Costs) -> list[set[int]]:
+    """Of each stage the chunks that keep all they need."""
+    return [
+        {
+            chunk
+            for chunk, whole in enumerate(row)
+            if costs.recomputation(stage, chunk) == 0 and costs.kept(stage, chunk) == whole
+        }
+        for stage, row in enumerate(costs.m_b)
+    ]
 
 
 def _limited(problem: Problem, factor: float) -> Problem:
     """The problem with limits of so many times p M_B."""
     microbatches = max(1.0, factor * problem.num_stages)
-    limits = (microbatches * problem.least_memory(one) for one in range(problem.num_stages))
+    limits = (microbatches * sum(row) for row in problem.costs.m_b)
     return replace(problem, memory_limit=tuple(limits))
 
 
@@ -95,7 +126,8 @@ def _in_ticks(problem: Problem) -> tuple[Problem, float]:
     Ticks are a power of ten of a ms, at most 10^-8 of the longest pass or message.
     """
     costs = problem.costs
-    passes = (max(map(max, table)) for table in (costs.t_f, costs.t_b, costs.t_w))
+    tables = (costs.t_f, costs.t_b, costs.t_w, costs.t_r or costs.t_f)
+    passes = (max(map(max, table)) for table in tables)
     longest = max(*passes, costs.t_comm, *(time for _, _, time in costs.t_edges))
     scale = 10.0 ** (9 - math.ceil(math.log10(longest))) if longest > 0 else 1.0
 
@@ -107,6 +139,7 @@ def _in_ticks(problem: Problem) -> tuple[Problem, float]:
         t_f=rounded(costs.t_f),
         t_b=rounded(costs.t_b),
         t_w=rounded(costs.t_w),
+        t_r=None if costs.t_r is None else rounded(costs.t_r),
         t_bw=None,
         t_comm=float(round(costs.t_comm * scale)),
         t_edges=tuple((one, other, float(round(t * scale))) for one, other, t in costs.t_edges),

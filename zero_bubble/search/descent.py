@@ -14,7 +14,7 @@ FAILED = 1e300
 """Cost of a template that does not fit its limits, or deadlocks."""
 
 _NAN = np.nan
-# Rows: patience, gap, lead, spare, hold, late_patience, late_gap, late_lead, late_order.
+# Rows: patience, gap, lead, spare, hold, late_patience, late_gap, late_lead, late_order, ahead.
 _GRID = np.array(
     [
         [0.0, 0.25, 0.5, 0.75, 1.0, _NAN],
@@ -26,11 +26,15 @@ _GRID = np.array(
         [0.01, 0.3, 0.6, 0.8, 1.0, _NAN],
         [1e9, 0.0, 1.0, 2.0, 4.0, _NAN],
         [0.0, 1.0, 2.0, 3.0, 4.0, _NAN],
+        [1e9, 0.0, 1.0, 2.0, 3.0, _NAN],
     ]
 )
-# Knobs changed together: the early ones with their late twins, then each alone.
+# Knobs changed together: the early ones with their late twins, then each alone. The last is R's.
 _TOGETHER = np.array(
-    [[0, 5], [1, 6], [2, 7], [4, 4], [3, 3], [5, 5], [8, 8], [7, 7], [6, 6], [0, 0], [1, 1], [2, 2]]
+    [
+        *([0, 5], [1, 6], [2, 7], [4, 4], [3, 3], [5, 5], [8, 8], [7, 7], [6, 6]),
+        *([0, 0], [1, 1], [2, 2], [9, 9]),
+    ]
 )
 
 
@@ -66,6 +70,7 @@ def assess(arrays: Arrays, base: Floats, lags: Floats, knobs: Floats, rows: Ints
         knobs[6],
         knobs[7],
         knobs[8],
+        knobs[9],
     )
     cost = run_squeeze(arrays, microbatches, place, flushed, settings, rows)
     return cost if cost >= 0 else FAILED
@@ -109,7 +114,7 @@ def descend(
     widths = np.array([stages, max(1, stages // 2), max(1, stages // 4), 2, 1])
     while used < budget and cost > enough:
         before = cost
-        for pair in range(len(_TOGETHER)):
+        for pair in range(len(_TOGETHER) - (arrays.kinds == 3)):
             first, second = _TOGETHER[pair]
             for value in range(_GRID.shape[1]):
                 wanted = _GRID[first, value]

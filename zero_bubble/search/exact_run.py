@@ -179,6 +179,8 @@ def prepare(problem: Problem, incumbent: Schedule, bit_identical: bool) -> tuple
 
     Without ``bit_identical`` its microbatches are named in the order in which they enter the model.
     """
+    if problem.costs.t_r is not None:
+        raise ValueError("the solvers know no recomputation: use the method auto")
     if (incumbent.placement, incumbent.num_microbatches) != (
         problem.placement,
         problem.num_microbatches,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,16 +35,18 @@ class Family:
     """Distance of neighbouring microbatches' keys."""
 
     def base(self, chunks: int, microbatches: int) -> Floats:
-        """``base[type, microbatch]`` for so many microbatches."""
+        """``base[type, microbatch]`` for so many microbatches; R's like B's."""
         one = np.arange(microbatches)
+        types = self.row_sets.shape[1]
         if self.group == 1:
-            return np.tile(one * self.period, (2 * chunks, 1))
+            return np.tile(one * self.period, (types, 1))
         begun = one // self.group * self.group
         size = np.minimum(self.group, microbatches - begun)
-        base = np.empty((2 * chunks, microbatches))
+        base = np.empty((types, microbatches))
         for chunk in range(chunks):
             base[chunk] = begun * chunks + chunk * size + one % self.group
             base[chunks + chunk] = begun * chunks + (chunks - 1 - chunk) * size + one % self.group
+        base[2 * chunks :] = base[chunks : types - chunks]
         return base
 
 
@@ -59,27 +61,46 @@ class Start:
 
 def starts(problem: Problem) -> list[Start]:
     """Templates to start from, whether or not they fit the memory limits."""
+    found: Iterator[Start]
     match problem.placement.name:
         case "linear":
-            return [*_linear(problem), *_waves(problem)]
+            found = _linear(problem)
         case "v":
-            return [*_v_shaped(problem), *_waves(problem)]
+            found = _v_shaped(problem)
         case "interleaved":
-            return [*_interleaved(problem), *_waves(problem)]
+            found = _interleaved(problem)
         case _:
-            return [*_waves(problem)]
+            found = iter(())
+    plain = [*found, *_waves(problem)]
+    return [_with_r(one) for one in plain] if problem.has_recomputation else plain
 
 
 def microbatches_in_flight(problem: Problem) -> Floats:
-    """Most microbatches that each stage can hold between F and B (all chunks together)."""
+    """Most microbatches that each stage can hold between F and B (all chunks together).
+
+    With recomputation they hold what is kept of them, and one chunk at a time the rest. One
+    always fits, however its chunks differ.
+    """
     costs, most = problem.costs, problem.num_microbatches
-    whole = (sum(row) for row in costs.m_b)
-    return np.array(
-        [
-            min(float(most), limit / need * (1 + 1e-9)) if need > 0 else float(most)
-            for need, limit in zip(whole, problem.memory_limit, strict=True)
-        ]
-    )
+    kept = costs.m_b if costs.m_r is None else costs.m_r
+    found = []
+    for whole, part, limit in zip(costs.m_b, kept, problem.memory_limit, strict=True):
+        room = limit - max(all_of - some for all_of, some in zip(whole, part, strict=True))
+        found.append(
+            min(float(most), room / sum(part) * (1 + 1e-9)) if sum(part) > 0 else float(most)
+        )
+    return np.array(found) if costs.m_r is None else np.maximum(found, 1.0)
+
+
+def _with_r(start: Start) -> Start:
+    """The template with an R right before each B, which moves with it and alone."""
+    family, lags = start.family, start.lags
+    chunks = lags.shape[1] // 2
+    sets = np.hstack([family.row_sets, family.row_sets[:, chunks:]])
+    alone = np.zeros((1, 3 * chunks))
+    alone[0, 2 * chunks :] = 1
+    family = replace(family, row_sets=np.vstack([sets, alone]))
+    return Start(family, np.hstack([lags, lags[:, chunks:] - 0.25]))
 
 
 def _linear(problem: Problem) -> Iterator[Start]:

@@ -1,7 +1,8 @@
 """Orders of passes as arrays, and what they cost: the compiled counterpart of `simulate`.
 
 A row holds a stage's passes as codes ``(kind * positions + position) * microbatches +
-microbatch``, with kind 0 for F, 1 for B, 2 for W; -1 fills what a shorter row does not need.
+microbatch``, with kind 0 for F, 1 for B, 2 for W, 3 for R; -1 fills what a shorter row does not
+need.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from zero_bubble.schedule import Kind, Pass, Schedule
 from zero_bubble.search.compiled import compiled
 from zero_bubble.search.problem import Arrays, Floats, Ints, Problem
 
-__all__ = ["Evaluation", "decode", "encode", "evaluate"]
+__all__ = ["Evaluation", "decode", "encode", "evaluate", "taken"]
 
-_KINDS = (Kind.F, Kind.B, Kind.W)
+_KINDS = (Kind.F, Kind.B, Kind.W, Kind.R)
 
 
 def encode(schedule: Schedule) -> Ints:
@@ -67,8 +68,13 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(arrays: Arrays, microbatches: int, rows: Ints) -> Evaluation:
-    """Run every row in order, each pass as soon as its input is there, as `simulate` does."""
-    codes = 3 * len(arrays.stage) * microbatches
+    """Run every row in order, each pass as soon as its input is there, as `simulate` does.
+
+    ValueError for R's where the problem has none.
+    """
+    codes = arrays.kinds * len(arrays.stage) * microbatches
+    if rows.max() >= codes:
+        raise ValueError("the order has R's, but the problem has no recomputation")
     start, end = np.empty(codes), np.empty(codes)
     peak = np.empty(len(rows))
     cost = run_rows(arrays, microbatches, rows, start, end)
@@ -136,12 +142,14 @@ def resume(
                 ready = end[code - per_kind] if last else end[code + microbatches]
                 if ready < 0:
                     break
+                if arrays.kinds > 3 and end[code + 2 * per_kind] < 0:
+                    break
                 ready += arrays.delay_b[position]
                 if position > 0:
                     reader = arrays.stage[position - 1]
             else:
-                duration = arrays.t_w[position]
-                ready = end[code - per_kind]
+                duration = arrays.t_w[position] if kind == 2 else arrays.t_r[position]
+                ready = end[code - per_kind] if kind == 2 else end[code - 3 * per_kind]
                 if ready < 0:
                     break
             start[code] = max(free, ready)
@@ -166,6 +174,16 @@ def resume(
 
 
 @compiled
+def taken(arrays: Arrays, kind: int, position: int) -> float:
+    """Memory that a pass takes at its start."""
+    if kind == 0:
+        return float(arrays.m_r[position])
+    if kind == 3 or (kind == 1 and arrays.kinds == 3):
+        return float(arrays.m_b[position] - arrays.m_r[position])
+    return 0.0
+
+
+@compiled
 def peak_memory(arrays: Arrays, microbatches: int, rows: Ints, peak: Floats) -> None:
     """Fill the most memory that each stage holds."""
     stages, length = rows.shape
@@ -179,10 +197,9 @@ def peak_memory(arrays: Arrays, microbatches: int, rows: Ints, peak: Floats) -> 
                 break
             kind = code // per_kind
             position = (code - kind * per_kind) // microbatches
-            if kind == 0:
-                held += arrays.m_b[position]
-                peak[stage] = max(peak[stage], held)
-            elif kind == 1:
+            held += taken(arrays, kind, position)
+            peak[stage] = max(peak[stage], held)
+            if kind == 1:
                 held -= arrays.m_b[position] - arrays.m_w[position]
-            else:
+            elif kind == 2:
                 held -= arrays.m_w[position]

@@ -36,7 +36,8 @@ def paper_method(problem: Problem) -> Solution:
     """The paper's heuristic for one chunk a stage, with each stage's own times and limit.
 
     Deterministic; time O(p m). ValueError if the placement is not linear, or the limit of stage s
-    (from 0) is below p-s microbatches (or all m, if fewer): rule 3 then cannot hold.
+    (from 0) is below p-s microbatches (or all m, if fewer): rule 3 then cannot hold; or if the
+    costs have recomputation.
     """
     stages, microbatches = problem.num_stages, problem.num_microbatches
     if problem.placement != linear(stages):
@@ -44,6 +45,8 @@ def paper_method(problem: Problem) -> Solution:
             f"the paper's method is for one chunk a stage, in order, not for the placement "
             f"{problem.placement.name}: use linear placement or another method"
         )
+    if problem.costs.t_r is not None:
+        raise ValueError("the paper's method knows no recomputation: use --method auto")
     in_flight = _most_in_flight(problem)
     runs = [
         _Run(problem, in_flight, fills_wait=fills_wait, skips=skips)

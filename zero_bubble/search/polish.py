@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from zero_bubble.search.compiled import compiled
-from zero_bubble.search.orders import resume, run_rows
+from zero_bubble.search.orders import resume, run_rows, taken
 from zero_bubble.search.problem import Arrays, Floats, Ints
 
 __all__ = ["polish"]
@@ -27,30 +27,31 @@ def polish(
     From the end of the critical stage the trace goes back over whatever made each pass start when
     it did. A pass on it that starts right when its predecessor on the stage ends is drawn (by a
     generator of its own, from ``seed``), and moved up to ``step`` places earlier, or its
-    predecessor later, or a W far earlier. No pass moves past one of its kind and chunk or of its
-    microbatch and chunk, so that microbatches stay in order. A move stays if memory allows it and
-    the cost is not above the present one, or that of ``history`` iterations ago (late acceptance).
-    Only what starts later than the moved passes is timed again. Ends at ``target``.
+    predecessor later, or a W or R far earlier. No pass moves past one of its kind and chunk or of
+    its microbatch and chunk, so that microbatches stay in order. A move stays if memory allows it
+    and the cost is not above the present one, or that of ``history`` iterations ago (late
+    acceptance). Only what starts later than the moved passes is timed again. Ends at ``target``.
     """
     stages, length = rows.shape
     positions = len(arrays.stage)
     per_kind = positions * microbatches
-    start, end = np.empty(3 * per_kind), np.empty(3 * per_kind)
+    codes = arrays.kinds * per_kind
+    start, end = np.empty(codes), np.empty(codes)
     cost = run_rows(arrays, microbatches, rows, start, end)
     best = cost
     best_rows = rows.copy()
     past = np.full(history, cost)
-    index_of = np.zeros(3 * per_kind, np.int64)
+    index_of = np.zeros(codes, np.int64)
     lengths = np.zeros(stages, np.int64)
     held = np.zeros((stages, length + 1))
     for stage in range(stages):
         while lengths[stage] < length and rows[stage, lengths[stage]] >= 0:
             lengths[stage] += 1
         _place(arrays, microbatches, rows, stage, 0, lengths[stage] - 1, index_of, held)
-    tight_stage = np.zeros(3 * per_kind, np.int64)
-    tight_index = np.zeros(3 * per_kind, np.int64)
+    tight_stage = np.zeros(codes, np.int64)
+    tight_index = np.zeros(codes, np.int64)
     saved = np.zeros(length, np.int64)
-    log = np.zeros((3 * per_kind, 3))
+    log = np.zeros((codes, 3))
     found = 0
     traced = False
     random = seed
@@ -71,8 +72,8 @@ def polish(
         way = (random >> 20) % 4
         random = _next(random)
         source, goal = _move(
-            rows[stage, index] // per_kind == 2,
-            rows[stage, index - 1] // per_kind == 2,
+            rows[stage, index] // per_kind >= 2,
+            rows[stage, index - 1] // per_kind >= 2,
             index,
             way,
             step,
@@ -128,14 +129,15 @@ def _place(
         index_of[code] = index
         kind = code // per_kind
         position = (code - kind * per_kind) // microbatches
-        change = -arrays.m_w[position]
-        if kind == 0:
-            change = arrays.m_b[position]
-        elif kind == 1:
-            change = arrays.m_w[position] - arrays.m_b[position]
-        held[stage, index + 1] = held[stage, index] + change
-        if kind == 0 and held[stage, index + 1] > limit:
+        more = taken(arrays, kind, position)
+        if more > 0 and held[stage, index] + more > limit:
             fits = False
+        change = more
+        if kind == 1:
+            change += arrays.m_w[position] - arrays.m_b[position]
+        elif kind == 2:
+            change = -arrays.m_w[position]
+        held[stage, index + 1] = held[stage, index] + change
     return fits
 
 
@@ -217,12 +219,14 @@ def _trace(
         elif kind == 1:
             source = code - per_kind if position == positions - 1 else code + microbatches
             delay = arrays.delay_b[position]
-        else:
+        elif kind == 2:
             source = code - per_kind
+        else:
+            source = code - 3 * per_kind
         before = rows[stage, index - 1] if index > 0 else -1
         follows = before >= 0 and end[before] >= start[code] - near
         needs = source >= 0 and end[source] + delay >= start[code] - near
-        if needs and not (kind == 2 and follows and before != source):
+        if needs and not (kind >= 2 and follows and before != source):
             place = (source % per_kind) // microbatches
             stage = arrays.stage[place]
             index = index_of[source]
@@ -237,18 +241,18 @@ def _trace(
 
 @compiled
 def _move(
-    is_weight: bool, after_weight: bool, index: int, way: int, step: int, random: int
+    is_filler: bool, after_filler: bool, index: int, way: int, step: int, random: int
 ) -> tuple[int, int]:
-    """Which place to move, and where to: near, or far if it is a W."""
+    """Which place to move, and where to: near, or far if it is a W or R, which fill gaps."""
     if way <= 1:
         return index, index - 1 - random % step
     if way == 2:
         return index - 1, index + random % step
-    if after_weight:
+    if after_filler:
         if (random >> 8) % 2 == 0:
             return index - 1, index + random % 60
         return index - 1, index - 2 - random % 120
-    if is_weight:
+    if is_filler:
         return index, index - 1 - random % 120
     return index, index - 1
 
@@ -297,4 +301,4 @@ def _input(arrays: Arrays, microbatches: int, code: int) -> int:
         return code - microbatches if position > 0 else -1
     if kind == 1 and position < positions - 1:
         return code + microbatches
-    return code - per_kind
+    return code - per_kind if kind < 3 else code - 3 * per_kind

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from zero_bubble.builders import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zb_v
+from zero_bubble.builders.recomputing import with_recomputation, within_backward
 from zero_bubble.schedule import Schedule
 from zero_bubble.search.bounds import lower_bound
 from zero_bubble.search.descent import FAILED, assess, descend, sweep
 from zero_bubble.search.families import Start, microbatches_in_flight, starts
-from zero_bubble.search.orders import encode, evaluate, run_rows
+from zero_bubble.search.orders import decode, encode, evaluate, run_rows
 from zero_bubble.search.paper import paper_method
 from zero_bubble.search.polish import polish
 from zero_bubble.search.problem import Floats, Ints, Problem
@@ -69,7 +70,7 @@ class Order:
 
 
 _SEEDS = tuple(
-    Knobs(patience, gap, lead, spare, hold, patience, gap, lead, 0.0)
+    Knobs(patience, gap, lead, spare, hold, patience, gap, lead)
     for patience, gap, lead, spare, hold in (
         (0.5, 0.6, 1e9, 0.0, 1e9),
         (0.0, 0.3, 1e9, 99.0, 1e9),
@@ -135,6 +136,19 @@ class Search:
         orders = self._polish(self.small, orders, self.small_bound)
         if few < self.problem.num_microbatches:
             orders = self._lengthened(orders, candidates)
+        if self.problem.has_recomputation and not self._met(orders, self.bound):
+            orders = self._polish(self.problem, [*orders[:1], *self._split()], self.bound)
+        return orders
+
+    def _split(self) -> list[Order]:
+        """Orders that were found for B's that recompute, each with the R split from it."""
+        problem = replace(self.problem, recompute_in_backward=True)
+        found = Search(problem, EFFORTS["quick"], self.pool, lambda *_: None).run()
+        orders = []
+        for one in found[: self.effort.finalists]:
+            rows = encode(with_recomputation(decode(problem, one.rows, one.how)))
+            cost = evaluate(self.arrays, problem.num_microbatches, rows).cost
+            orders.append(Order(rows, cost, f"{one.how}, split"))
         return orders
 
     def _lengthened(self, orders: Sequence[Order], candidates: Sequence[_Candidate]) -> list[Order]:
@@ -167,10 +181,12 @@ class Search:
         return bool(orders) and orders[0].cost <= bound * (1 + 1e-9)
 
     def _passes(self, microbatches: int) -> int:
-        return 3 * self.problem.placement.num_positions * microbatches
+        return self.arrays.kinds * self.problem.placement.num_positions * microbatches
 
     def _rows(self, microbatches: int) -> Ints:
-        return np.empty((self.problem.num_stages, 3 * self.chunks * microbatches), np.int64)
+        return np.empty(
+            (self.problem.num_stages, self.arrays.kinds * self.chunks * microbatches), np.int64
+        )
 
     def _given(self, problem: Problem) -> list[Order]:
         """What is known without a search, where it fits the limits; best first."""
@@ -179,16 +195,19 @@ class Search:
         match problem.placement.name:
             case "linear":
                 schedules += [zb_h1(stages, microbatches), zb_h2(stages, microbatches)]
-                with suppress(ValueError):  # Limits can be below what it can work with.
-                    schedules.append(paper_method(problem).schedule)
+                # Limits can be below what it can work with, and it knows no recomputation.
+                with suppress(ValueError):
+                    folded = replace(problem, costs=within_backward(problem.costs))
+                    schedules.append(paper_method(folded).schedule)
             case "interleaved":
                 chunks = problem.placement.num_chunks(0)
                 schedules.append(zb_interleaved(stages, microbatches, chunks))
             case "v":
-                costs = problem.costs
+                costs = within_backward(problem.costs)
                 schedules += [one(stages, microbatches, costs) for one in (zb_v, v_half, v_min)]
         found = []
-        for schedule in schedules:
+        for known in schedules:
+            schedule = with_recomputation(known) if problem.has_recomputation else known
             rows = encode(schedule)
             result = evaluate(self.arrays, microbatches, rows)
             if np.all(result.peak <= self.arrays.limit * (1 + 1e-9)):

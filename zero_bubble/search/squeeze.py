@@ -1,10 +1,10 @@
 """From a template, an order of F's and B's without times, to a schedule with W's.
 
-A template says in which order a stage means to run its F's and B's. The squeeze runs it against
-the clock on all stages at once: a pass may run ahead of its template while memory allows, W's fill
-what would be gaps, and a few knobs say how eager all that is. It cannot deadlock as long as the
-template itself has a sensible order, since the first pass that a stage has not run yet (its
-frontier) never waits for a later one.
+A template says in which order a stage means to run its F's and B's, and its R's. The squeeze runs
+it against the clock on all stages at once: a pass may run ahead of its template while memory
+allows, W's fill what would be gaps, and a few knobs say how eager all that is. It cannot deadlock
+as long as the template itself has a sensible order, since the first pass that a stage has not run
+yet (its frontier) never waits for a later one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from zero_bubble.search.compiled import compiled
+from zero_bubble.search.orders import taken
 from zero_bubble.search.problem import Arrays, Floats, Ints
 
 __all__ = ["Knobs", "Template", "squeeze", "template"]
 
 _NEVER = 1e300
+_BETWEEN = 1e-3
+"""Least difference of the keys of an R and of its B."""
+_KIND_OF = (0, 1, 3)
+"""The kinds of a template's types, as in `zero_bubble.search.orders`."""
 
 
 class Knobs(NamedTuple):
@@ -41,22 +46,27 @@ class Knobs(NamedTuple):
     late_lead: float = 1e9
     late_order: float = 0.0
     """In the late phase prefer: 0 the template's order, 1 any B, 2 any F, 3 B's of the stage's
-    last chunk, 4 B's of its first chunk."""
+    last chunk, 4 B's of its first chunk. R's count as B's."""
+    ahead: float = 1e9
+    """R's run at most so many microbatches before their B's are next."""
 
 
 class Template(NamedTuple):
-    """An order of F's and B's; types are chunk c's F (number c) and B (chunks + c)."""
+    """An order of F's, B's and R's; types are chunk c's F (number c), B (chunks + c) and, with
+    recomputation, R (2 chunks + c)."""
 
     place: Ints
     """``place[stage, type, microbatch]``: place in the stage's order; -1 for a missing chunk."""
     flushed: Floats
-    """``flushed[stage, place]``: memory after that pass if all W's so far have run."""
+    """``flushed[stage, place]``: memory after that pass if all W's so far have run; while it runs,
+    for a B that recomputes."""
 
 
 def template(arrays: Arrays, keys: Floats) -> Template | None:
     """The template that runs passes by ascending ``keys[stage, type, microbatch]``.
 
-    Equal keys run in the order of types. None if it does not fit the memory limits.
+    Equal keys run in the order of types, but an R always between its F and B. None if it does not
+    fit the memory limits.
     """
     stages, types, microbatches = keys.shape
     place = np.empty((stages, types, microbatches), np.int64)
@@ -68,20 +78,24 @@ def template(arrays: Arrays, keys: Floats) -> Template | None:
 @compiled
 def fill_template(arrays: Arrays, keys: Floats, place: Ints, flushed: Floats) -> bool:
     stages, types, microbatches = keys.shape
-    chunks = types // 2
+    chunks = arrays.held.shape[1]
     place[:] = -1
     for stage in range(stages):
         held = 0
         while held < chunks and arrays.held[stage, held] >= 0:
             held += 1
-        flat = np.empty(2 * held * microbatches)
-        code = np.empty(2 * held * microbatches, np.int64)
+        flat = np.empty(types // chunks * held * microbatches)
+        code = np.empty(len(flat), np.int64)
         size = 0
-        for kind in range(2):
+        for kind in range(types // chunks):
             for chunk in range(held):
                 for microbatch in range(microbatches):
                     which = kind * chunks + chunk
-                    flat[size] = keys[stage, which, microbatch]
+                    key = keys[stage, which, microbatch]
+                    if kind == 2:
+                        latest = keys[stage, chunks + chunk, microbatch] - _BETWEEN
+                        key = max(min(key, latest), keys[stage, chunk, microbatch] + _BETWEEN)
+                    flat[size] = key
                     code[size] = which * microbatches + microbatch
                     size += 1
         memory = 0.0
@@ -89,13 +103,16 @@ def fill_template(arrays: Arrays, keys: Floats, place: Ints, flushed: Floats) ->
         for index, where in enumerate(np.argsort(flat, kind="mergesort")):
             which = code[where] // microbatches
             place[stage, which, code[where] % microbatches] = index
-            if which < chunks:
-                memory += arrays.m_b[arrays.held[stage, which]]
-                if memory > limit:
-                    return False
-            else:
-                memory -= arrays.m_b[arrays.held[stage, which - chunks]]
-            flushed[stage, index] = memory
+            position = arrays.held[stage, which % chunks]
+            kind = _KIND_OF[which // chunks]
+            more = taken(arrays, kind, position)
+            memory += more
+            if more > 0 and memory > limit:
+                return False
+            during = memory
+            if kind == 1:
+                memory -= arrays.m_b[position]
+            flushed[stage, index] = during if kind == 1 and more > 0 else memory
     return True
 
 
@@ -107,9 +124,10 @@ def squeeze(
     Fills ``rows`` (see `zero_bubble.search.orders`), if given, with the order found: memory stays
     within the limits, and F's, B's and W's of a chunk ascend by microbatch.
     """
-    stages, types, _ = what.place.shape
+    stages = len(what.place)
     if rows is None:
-        rows = np.empty((stages, 3 * types // 2 * microbatches), np.int64)
+        width = arrays.kinds * arrays.held.shape[1] * microbatches
+        rows = np.empty((stages, width), np.int64)
     return run_squeeze(arrays, microbatches, what.place, what.flushed.copy(), knobs, rows)
 
 
@@ -119,7 +137,7 @@ def run_squeeze(
 ) -> float:
     """`squeeze` with everything given; overwrites ``flushed``."""
     stages, types, _ = place.shape
-    chunks = types // 2
+    chunks = arrays.held.shape[1]
     positions = len(arrays.stage)
     per_kind = positions * microbatches
     ends_f = np.full((positions, microbatches), _NEVER)
@@ -139,7 +157,7 @@ def run_squeeze(
     for stage in range(stages):
         while count[stage] < chunks and arrays.held[stage, count[stage]] >= 0:
             count[stage] += 1
-        left += 3 * count[stage] * microbatches
+        left += arrays.kinds * count[stage] * microbatches
     far = 10 * types * microbatches
     heap = [(0.0, 0)]
     heap.pop()
@@ -165,21 +183,32 @@ def run_squeeze(
         coming_ready = _NEVER
         soonest = _NEVER
         for which in range(types):
-            chunk = which if which < chunks else which - chunks
+            chunk = which % chunks
+            kind = _KIND_OF[which // chunks]
             if chunk > last_chunk:
                 continue
             one = upcoming[stage, which]
             if one >= microbatches:
                 continue
             position = arrays.held[stage, chunk]
-            if which < chunks:
+            if kind == 0:
                 ready = 0.0
                 if position > 0:
                     ready = ends_f[position - 1, one]
                     if ready >= _NEVER:
                         continue
                     ready += arrays.delay_f[position]
+            elif kind == 3:
+                ready = 0.0
+                if upcoming[stage, chunk] <= one:
+                    continue
+                if one - upcoming[stage, chunks + chunk] > knobs.ahead:
+                    continue
             else:
+                if upcoming[stage, chunk] <= one:
+                    continue
+                if arrays.kinds > 3 and upcoming[stage, 2 * chunks + chunk] <= one:
+                    continue
                 if position == positions - 1:
                     ready = ends_f[position, one]
                 else:
@@ -187,13 +216,11 @@ def run_squeeze(
                 if ready >= _NEVER:
                     continue
                 ready += arrays.delay_b[position]
-                if ends_f[position, one] >= _NEVER:
-                    continue
             at = place[stage, which, one]
-            if which >= chunks and not late and at - frontier[stage] > knobs.hold:
+            if kind == 1 and not late and at - frontier[stage] > knobs.hold:
                 continue
-            if which < chunks and at > frontier[stage]:
-                more = arrays.m_b[position]
+            more = taken(arrays, kind, position)
+            if (kind != 1 or more > 0) and at > frontier[stage]:
                 fits = held[stage] - pending[stage] + more <= top
                 if which == 0:
                     flying = upcoming[stage, 0] - upcoming[stage, chunks]
@@ -209,12 +236,12 @@ def run_squeeze(
                 if not fits:
                     continue
             if late and knobs.late_order > 0:
-                backward = which >= chunks
+                backward = kind != 0
                 if (
                     (knobs.late_order == 1 and not backward)
                     or (knobs.late_order == 2 and backward)
-                    or (knobs.late_order == 3 and which != chunks + last_chunk)
-                    or (knobs.late_order == 4 and which != chunks)
+                    or (knobs.late_order == 3 and not (backward and chunk == last_chunk))
+                    or (knobs.late_order == 4 and not (backward and chunk == 0))
                 ):
                     at += far
             if ready <= now + near:
@@ -244,7 +271,8 @@ def run_squeeze(
         )
         if best >= 0 and not worth_waiting:
             chosen = best
-            if best < chunks and held[stage] + arrays.m_b[arrays.held[stage, best]] > top:
+            more = taken(arrays, _KIND_OF[best // chunks], arrays.held[stage, best % chunks])
+            if more > 0 and held[stage] + more > top:
                 run_weight = True
                 if weight < 0:
                     return -1.0
@@ -271,15 +299,18 @@ def run_squeeze(
             upcoming[stage, chosen] += 1
             at = place[stage, chosen, one]
             done[stage, at] = True
-            position = arrays.held[stage, chosen if chosen < chunks else chosen - chunks]
-            change = arrays.m_b[position] if chosen < chunks else -arrays.m_b[position]
+            kind = _KIND_OF[chosen // chunks]
+            position = arrays.held[stage, chosen % chunks]
+            change = taken(arrays, kind, position)
+            if kind == 1:
+                change -= arrays.m_b[position]
             for index in range(frontier[stage], at):
                 flushed[stage, index] += change
             while done[stage, frontier[stage]]:
                 frontier[stage] += 1
-            if chosen < chunks:
+            if kind == 0:
                 code = position * microbatches + one
-                held[stage] += arrays.m_b[position]
+                held[stage] += arrays.m_r[position]
                 end = now + arrays.t_f[position]
                 ends_f[position, one] = end
                 if position + 1 < positions:
@@ -287,8 +318,13 @@ def run_squeeze(
                     delay = arrays.delay_f[position + 1]
                 if first[stage] < 0:
                     first[stage] = now
+            elif kind == 3:
+                code = 3 * per_kind + position * microbatches + one
+                held[stage] += arrays.m_b[position] - arrays.m_r[position]
+                end = now + arrays.t_r[position]
             else:
                 code = per_kind + position * microbatches + one
+                held[stage] += taken(arrays, kind, position)
                 held[stage] -= arrays.m_b[position] - arrays.m_w[position]
                 pending[stage] += arrays.m_w[position]
                 end = now + arrays.t_b[position]

@@ -25,7 +25,7 @@ def stretch(arrays: Arrays, few: int, rows: Ints, many: int) -> tuple[float, Int
     within the memory limits; else the cost in ms and the rows.
     """
     work = max(
-        (arrays.t_f + arrays.t_b + arrays.t_w)[arrays.stage == stage].sum()
+        (arrays.t_f + arrays.t_b + arrays.t_w + arrays.t_r)[arrays.stage == stage].sum()
         for stage in range(len(rows))
     )
     # What is above the work does not grow with a block that has no bubble.
@@ -56,7 +56,7 @@ def _cost(arrays: Arrays, microbatches: int, rows: Ints) -> float:
     peak_memory(arrays, microbatches, rows, peak)
     if np.any(peak > arrays.limit * (1 + 1e-9)):
         return -1.0
-    codes = 3 * len(arrays.stage) * microbatches
+    codes = arrays.kinds * len(arrays.stage) * microbatches
     return run_rows(arrays, microbatches, rows, np.empty(codes), np.empty(codes))
 
 
@@ -67,7 +67,7 @@ def _blocks(arrays: Arrays, few: int, rows: Ints, many: int) -> list[tuple[int, 
     for stage, row in enumerate(rows):
         of_type = row[row >= 0] // few
         held = arrays.held[stage][arrays.held[stage] >= 0]
-        types = [kind * positions + position for kind in range(3) for position in held]
+        types = [kind * positions + position for kind in range(arrays.kinds) for position in held]
         before = np.stack([np.concatenate([[0], np.cumsum(of_type == one)]) for one in types])
         counts.append(before[:, _cuts(arrays, few, row, stage)])
     # before[type, k]: passes of a stage's type before the first chunk's F of microbatch k.
@@ -92,7 +92,8 @@ def _cuts(arrays: Arrays, few: int, row: Ints, stage: int) -> Ints:
 
 def _repeat(arrays: Arrays, few: int, rows: Ints, many: int, first: int, length: int) -> Ints:
     times = (many - few) // length
-    longer = np.full((len(rows), rows.shape[1] + 3 * arrays.held.shape[1] * (many - few)), -1)
+    more = arrays.kinds * arrays.held.shape[1] * (many - few)
+    longer = np.full((len(rows), rows.shape[1] + more), -1)
     for stage, row in enumerate(rows):
         codes = row[row >= 0]
         cuts = _cuts(arrays, few, row, stage)

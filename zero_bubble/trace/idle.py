@@ -114,7 +114,7 @@ def _gaps(
 
 def _wait(placement: Placement, stage: int, what: Pass) -> tuple[Cause, int | None]:
     """What a pass waits for, and from which stage; without a message it is the host."""
-    if what.kind is Kind.W:
+    if what.kind in (Kind.W, Kind.R):
         return Cause.BETWEEN, None
     forward = what.kind is Kind.F
     other = (placement.before if forward else placement.after)(stage, what.chunk)

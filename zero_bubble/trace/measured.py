@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zero_bubble.costs import Costs, Table
 from zero_bubble.placement import Placement
 from zero_bubble.schedule import Kind, Schedule
 from zero_bubble.simulate import Span, Timeline, simulate
-from zero_bubble.trace.memory import chunk_memory
+from zero_bubble.trace.memory import ChunkMemory, chunk_memory
 from zero_bubble.trace.rank_file import Phase, TracedPass
 
 __all__ = ["Measured"]
@@ -97,6 +97,7 @@ class Measured:
                 times[one.what.kind, stage, one.what.chunk].append(one.end - one.ready)
         median = {key: statistics.median(values) for key, values in times.items()}
         fused = any(kind is Kind.BW for kind, _, _ in median)
+        recomputed = any(kind is Kind.R for kind, _, _ in median)
         memory = [
             chunk_memory(row, self.placement.num_chunks(stage))
             for stage, row in enumerate(self.rows)
@@ -107,8 +108,10 @@ class Measured:
             t_b=self._table(median, Kind.B),
             t_w=self._table(median, Kind.W),
             t_bw=self._table(median, Kind.BW) if fused else None,
-            m_b=tuple(m_b for m_b, _ in memory),
-            m_w=tuple(m_w for _, m_w in memory),
+            m_b=tuple(one.m_b for one in memory),
+            m_w=tuple(one.m_w for one in memory),
+            t_r=self._table(median, Kind.R) if recomputed else None,
+            m_r=self._kept(memory) if recomputed else None,
             t_comm=statistics.median(ms for _, _, ms in edges) if edges else 0.0,
             t_edges=edges,
         )
@@ -123,6 +126,10 @@ class Measured:
         """What the simulator says of this schedule with these costs."""
         return simulate(self.schedule, self.costs)
 
+    def _kept(self, memory: Sequence[ChunkMemory]) -> Table:
+        """M_R; what a stage without R's keeps is all."""
+        return tuple(one.m_r or one.m_b for one in memory)
+
     def _table(self, median: dict[tuple[Kind, int, int], float], kind: Kind) -> Table:
         return tuple(
             tuple(_duration(median, kind, stage, chunk) for chunk in range(len(held)))
@@ -135,6 +142,8 @@ def _duration(
 ) -> float:
     if (found := median.get((kind, stage, chunk))) is not None:
         return found
+    if kind is Kind.R:
+        return 0.0
     if kind is Kind.BW:
         return sum(median.get((one, stage, chunk), 0.0) for one in (Kind.B, Kind.W))
     return median.get((Kind.BW, stage, chunk), 0.0) / 2

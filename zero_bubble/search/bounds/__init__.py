@@ -1,8 +1,9 @@
 """Lower bounds: what no schedule of a problem can cost less than.
 
 All bounds hold for any order of F's, B's and W's and any start times, also later than necessary:
-chunks may take turns in any way, and microbatches need not ascend. The fused backward is not
-covered where it takes less than B and W.
+chunks may take turns in any way, and microbatches need not ascend. With recomputation they hold
+wherever R's run, and for a B that recomputes itself, which is an R right before it. The fused
+backward is not covered where it takes less than B and W.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Backlogs:
     """
 
     t_b: Floats
-    """Time of the B's left, in ms."""
+    """Time of the B's left, and of their R's, in ms."""
     t_w: Floats
     """Time of the W's left, in ms: of the same microbatches, and of those that wait for W only."""
 
@@ -47,9 +47,12 @@ class _Class:
 def most_forward_time(stage: StageCosts, chunks: int, microbatches: int) -> float:
     """Most time that F's of the stage's first ``chunks`` chunks take while no B has run, in ms.
 
-    Each keeps its M_B until then, so it is a knapsack of F's.
+    Each keeps its M_B until then, so it is a knapsack of F's. Where R's can run as well it is one
+    of F's that keep M_R and of F's with their R's, which keep M_B.
     """
-    classes = _classes([((stage.t_f[one],), (stage.m_b[one],)) for one in range(chunks)])
+    if any(stage.t_r[:chunks]):
+        return _most_forward_and_r_time(stage, chunks, microbatches)
+    classes = _classes([((stage.t_f[one],), (stage.m_r[one],)) for one in range(chunks)])
     sizes = [one.sizes[0] for one in classes]
     counts = [np.arange(_most(stage.room, sizes[0], classes[0].count * microbatches) + 1)]
     if len(classes) > 1:
@@ -59,10 +62,22 @@ def most_forward_time(stage: StageCosts, chunks: int, microbatches: int) -> floa
     return float(time.max())
 
 
+def _most_forward_and_r_time(stage: StageCosts, chunks: int, microbatches: int) -> float:
+    """At least that time, with one class for all chunks."""
+    kept, whole = min(stage.m_r[:chunks]), min(stage.m_b[:chunks])
+    most = chunks * microbatches
+    with_r = np.arange(_most(stage.room, whole, most) + 1)
+    rest = np.asarray(stage.room - with_r * whole, dtype=np.float64)
+    alone = np.minimum(_fit(rest, kept, most), most - with_r)
+    both = max(map(float.__add__, stage.t_f[:chunks], stage.t_r[:chunks]))
+    return float((with_r * both + alone * max(stage.t_f[:chunks])).max())
+
+
 def backlogs(stage: StageCosts, microbatches: int) -> Backlogs:
     """Every way to fill the memory at the start of the stage's last F that is not dominated.
 
-    x microbatches of a chunk wait for B, each with M_B, and y for W only, each with M_W. The
+    x microbatches of a chunk wait for B, each with M_B, and y for W only, each with M_W. With
+    recomputation it is best if none of the x has run its R: more is left, and each holds M_R. The
     microbatch of the last F is among the x of every chunk, since all its F's have begun and none
     of its B's. For given x, the most W's that fit is best.
     """
@@ -84,23 +99,26 @@ def backlogs(stage: StageCosts, microbatches: int) -> Backlogs:
     return Backlogs(t_b, t_w + _most_w(classes, left, rest))
 
 
-def most_weight_time(stage: StageCosts, microbatches: int) -> float:
-    """At least the most time of W's that a stage can hold back at any time, in ms."""
+def most_weight_time(stage: StageCosts, microbatches: int, besides: float = 0.0) -> float:
+    """At least the most time of W's that a stage can hold back at any time, in ms.
+
+    ``besides`` is memory that holds something else.
+    """
     classes = _b_and_w_classes(stage)
     left = [np.array([one.count * microbatches]) for one in classes]
-    return float(_most_w(classes, left, np.array([stage.room]))[0])
+    return float(_most_w(classes, left, np.array([max(0.0, stage.room - besides)]))[0])
 
 
 def fullest(stage: StageCosts, microbatches: int) -> float:
     """Most memory that a stage can hold at any time, which is often a little below its limit.
 
-    If all chunks are alike, x times M_B and y times M_W; otherwise the limit.
+    If all chunks are alike and keep all, x times M_B and y times M_W; otherwise the limit.
     """
     total = microbatches * sum(stage.m_b)
     room = min(stage.room, total)
     m_b, m_w = stage.m_b[0], stage.m_w[0]
     alike = len(set(zip(stage.m_b, stage.m_w, strict=True))) == 1
-    if not alike or m_b <= 0:
+    if not alike or m_b <= 0 or stage.m_r != stage.m_b:
         return room
     waiting = np.arange(_most(room, m_b, len(stage.m_b) * microbatches) + 1) * m_b
     if m_w > 0:
@@ -122,8 +140,10 @@ def _most_w(classes: list[_Class], left: list[Ints], rest: Floats) -> Floats:
 def _b_and_w_classes(stage: StageCosts) -> list[_Class]:
     return _classes(
         [
-            ((b, w), (m_b, m_w))
-            for b, w, m_b, m_w in zip(stage.t_b, stage.t_w, stage.m_b, stage.m_w, strict=True)
+            ((b + r, w), (m_r, m_w))
+            for b, r, w, m_r, m_w in zip(
+                stage.t_b, stage.t_r, stage.t_w, stage.m_r, stage.m_w, strict=True
+            )
         ]
     )
 

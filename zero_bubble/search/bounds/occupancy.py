@@ -12,13 +12,15 @@ def occupancy_bound(paths: Paths, stage: StageCosts, microbatches: int, after: f
     """Least cost from memory x time alone, in ms; ``after`` is what `beyond` says of the stage.
 
     A microbatch holds M_B of a chunk from the start of its F to the end of its B, which is at least
-    the way there and back, and M_W while its W runs. The sum over all, the area, is at most limit x
-    time, less what the limit cannot be used for at both ends:
+    the way there and back, and M_W while its W runs. With recomputation it is M_R for that way, and
+    M_B while R and B run. The sum over all, the area, is at most limit x time, less what the limit
+    cannot be used for at both ends:
 
     - At the start, F's follow one another. Sort them by start, the k-th taking r_k of M_B; it
       starts no earlier than R_{k-1} / rate after the first, with R the running sum and rate the
       largest M_B / T_F. The area between limit and what was taken is the sum of r_k (start of k),
       so at least that of r_k R_{k-1} / rate, which is (limit^2 - limit max r) / (2 rate) or more.
+      With recomputation F's take M_R, and R's or B's the rest, all in one sequence.
     - At the end the same holds backwards for what is freed.
 
     Where both overlap, the memory held is what was taken less what was freed, so that they still
@@ -38,9 +40,13 @@ def occupancy_bound(paths: Paths, stage: StageCosts, microbatches: int, after: f
     area, of_w = 0.0, 0.0
     for one in chunks:
         at = stage.positions[one]
-        area += microbatches * stage.m_b[one] * (paths.end_b[at] - paths.start_f[at])
+        area += microbatches * stage.m_r[one] * (paths.end_b[at] - paths.start_f[at])
+        more = stage.m_b[one] - stage.m_r[one]
+        area += microbatches * more * (stage.t_r[one] + stage.t_b[one])
         of_w += microbatches * stage.m_w[one] * stage.t_w[one]
-    taking = _ramp(limit, [(stage.m_b[one], stage.t_f[one]) for one in chunks], max(stage.m_b))
+    takes = [(stage.m_r[one], stage.t_f[one]) for one in chunks]
+    takes += [(stage.m_b[one] - stage.m_r[one], stage.t_rest[one]) for one in chunks]
+    taking = _ramp(limit, takes, max(memory for memory, _ in takes))
     freeing = _ramp(
         limit,
         [(stage.m_b[one], stage.t_b[one] + stage.t_w[one]) for one in chunks]

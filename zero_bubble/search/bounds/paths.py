@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero_bubble.search.problem import Problem
+from zero_bubble.search.problem import Floats, Problem
 
 __all__ = ["Paths", "StageCosts"]
 
@@ -33,7 +33,9 @@ class Paths:
             start_f[at] = now + float(arrays.delay_f[at])
             now = start_f[at] + float(arrays.t_f[at])
         for at in range(count - 1, -1, -1):
-            start_b[at] = now + float(arrays.delay_b[at])
+            # R comes between F and B of its chunk; only on the last chunk nothing else does.
+            computed = start_f[at] + float(arrays.t_f[at]) + float(arrays.t_r[at])
+            start_b[at] = max(now + float(arrays.delay_b[at]), computed)
             now = end_b[at] = start_b[at] + float(arrays.t_b[at])
         end_w = [end + float(time) for end, time in zip(end_b, arrays.t_w, strict=True)]
         return cls(start_f, start_b, end_b, end_w)
@@ -52,27 +54,36 @@ class StageCosts:
     t_f: list[float]
     t_b: list[float]
     t_w: list[float]
+    t_r: list[float]
+    """Time of R, 0 without R's."""
     m_b: list[float]
     m_w: list[float]
+    m_r: list[float]
+    """What F takes: M_B without recomputation."""
+    t_rest: list[float]
+    """Time of the pass that takes the rest of M_B at its start: of R, without R's of B."""
     room: float
     """The memory limit, and as much above it as rounding may let a schedule have."""
 
     @classmethod
     def of(cls, problem: Problem, stage: int) -> StageCosts:
-        costs, held = problem.costs, problem.placement.positions[stage]
-        chunks = sorted(range(len(held)), key=held.__getitem__)
+        arrays = problem.arrays()
+        positions = sorted(problem.placement.positions[stage])
 
-        def ordered(row: tuple[float, ...]) -> list[float]:
-            return [row[chunk] for chunk in chunks]
+        def ordered(by_position: Floats) -> list[float]:
+            return [float(by_position[position]) for position in positions]
 
         limit = problem.memory_limit[stage]
         return cls(
-            positions=[held[chunk] for chunk in chunks],
-            t_f=ordered(costs.t_f[stage]),
-            t_b=ordered(costs.t_b[stage]),
-            t_w=ordered(costs.t_w[stage]),
-            m_b=ordered(costs.m_b[stage]),
-            m_w=ordered(costs.m_w[stage]),
+            positions=positions,
+            t_f=ordered(arrays.t_f),
+            t_b=ordered(arrays.t_b),
+            t_w=ordered(arrays.t_w),
+            t_r=ordered(arrays.t_r),
+            m_b=ordered(arrays.m_b),
+            m_w=ordered(arrays.m_w),
+            m_r=ordered(arrays.m_r),
+            t_rest=ordered(arrays.t_r if problem.has_recomputation else arrays.t_b),
             # Twice what `zero_bubble.check` lets pass.
             room=limit + 2e-9 * max(1.0, limit),
         )

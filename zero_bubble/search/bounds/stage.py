@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from zero_bubble.search.bounds.holding import backlogs, most_forward_time
+from zero_bubble.search.bounds.holding import backlogs, most_forward_time, most_weight_time
 from zero_bubble.search.bounds.paths import Paths, StageCosts
 
 __all__ = ["StageBound", "beyond", "stage_bound"]
@@ -33,10 +33,10 @@ def stage_bound(paths: Paths, stage: StageCosts, microbatches: int, after: float
     """Bound from the stage's warm-up and cool-down; ``after`` is what `beyond` says of it.
 
     Say t is the start of the stage's first pass, s the start of its last F, and u the end of its
-    last B.
+    last B. An R counts as part of its B, but that it may run before the first B.
 
-    *Warm-up.* The first B comes `start_b[last] - start_f[first]` after t or later, and only F's run
-    before it, no more than memory holds. What remains is idle.
+    *Warm-up.* The first B comes `start_b[last] - start_f[first]` after t or later, and only F's and
+    R's run before it, no more than memory holds. What remains is idle.
 
     *Cool-down.* s is the last F of the last chunk, so that u - s is at least the way from there to
     the end of B on the first chunk. Let X be the B's and V the W's left at s, as times, U <= V the
@@ -49,30 +49,49 @@ def stage_bound(paths: Paths, stage: StageCosts, microbatches: int, after: float
     holds is what counts. If all W's take the same time, U is a multiple of it, which gives more.
 
     *All F's first.* If memory holds all microbatches, the first B may also run after s. Then
-    nothing but F's runs before it: u - t >= (all F's) - T_F + way, and all B's come after
+    nothing but F's and R's runs before it: u - t >= (all F's) - T_F + way, and all B's come after
     max(all F's, way to the first B).
+
+    *Last B.* It holds M_B, and what remains of memory M_W for each of the W's held back until then:
+    say that is H ms. All else has run by u, so that idle time >= warm_up + R - T_W - H. Where all
+    is kept until B, the cool-down says at least as much; where M_W is more than M_R, it may not.
     """
+    found = _f_before_b(paths, stage, microbatches, after)
+    if stage.m_r == stage.m_b:
+        return found
+    held_back = most_weight_time(stage, microbatches, besides=stage.m_b[0]) + stage.t_w[0]
+    idle = _idle(after - held_back, after)
+    last_b = replace(found, warm_up=_warm_up(paths, stage, microbatches), cool_down=idle)
+    return max(found, replace(last_b, coupled=idle > 0), key=lambda one: one.cost)
+
+
+def _f_before_b(paths: Paths, stage: StageCosts, microbatches: int, after: float) -> StageBound:
+    """From warm-up and cool-down, with the first B before the last F or after it."""
     first, last = stage.positions[0], stage.positions[-1]
     forwards = microbatches * sum(stage.t_f)
     backwards, weights = microbatches * sum(stage.t_b), microbatches * sum(stage.t_w)
-    work = microbatches * (sum(stage.t_f) + sum(stage.t_b) + sum(stage.t_w))
+    again = microbatches * sum(stage.t_r)
+    work = microbatches * (sum(stage.t_f) + sum(stage.t_b) + sum(stage.t_w)) + again
     warm_up = _warm_up(paths, stage, microbatches)
     way = paths.end_b[first] - paths.start_f[last]
     own = stage.t_w[0]
     cool_down = _cool_down(stage, microbatches, way, after)
     coupled = after > own and cool_down > _cool_down(stage, microbatches, way, own)
     found = StageBound(work, warm_up, cool_down, coupled)
-    if microbatches * sum(stage.m_b) > stage.room:
+    if microbatches * sum(stage.m_r) > stage.room:
         return found
     ready = max(forwards, paths.start_b[last] - paths.start_f[first])
     first_all = max(
         forwards - stage.t_f[-1] + way + after,
         ready + backwards + after,
+        forwards + again + backwards + after,
         ready + backwards + weights,
+        work,
     )
     if first_all >= found.cost:
         return found
-    return StageBound(work, ready - forwards, first_all - work - (ready - forwards), after > own)
+    idle = max(0.0, ready - forwards - again)
+    return StageBound(work, idle, first_all - work - idle, after > own)
 
 
 def beyond(paths: Paths, stage: StageCosts, stages: list[StageCosts]) -> float:
@@ -93,7 +112,8 @@ def beyond(paths: Paths, stage: StageCosts, stages: list[StageCosts]) -> float:
 def _warm_up(paths: Paths, stage: StageCosts, microbatches: int) -> float:
     """Idle time before the stage's first B, in ms.
 
-    Until a microbatch's F can reach a later chunk of the stage, only F's of the earlier chunks run.
+    Until a microbatch's F can reach a later chunk of the stage, only F's of the earlier chunks run,
+    and their R's.
     """
     start = paths.start_f[stage.positions[0]]
     reached = [paths.start_f[at] for at in stage.positions[1:]] + [

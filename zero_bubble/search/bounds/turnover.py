@@ -28,13 +28,13 @@ def turnover_bound(paths: Paths, stage: StageCosts, microbatches: int, after: fl
     """Least time if memory lets only few microbatches be between F and B at a time, in ms.
 
     Take one chunk, its F's sorted by start. When the k-th starts, say n of the first k are not done
-    with B, itself among them, and w wait for W only. Each of the n holds M_B of this chunk and of
-    the stage's earlier ones, since their B's come later, so that
-    n (sum of M_B) + w M_W <= limit. Of the k, k - n are done with B, so at least one of them is the
-    (k-n)-th or a later one, and the k-th F starts no earlier than the way from F to the end of B
-    after the (k-n)-th. Likewise k - n - w are done with W, which gives way + T_W after the
-    (k-n-w)-th. The smallest over all n that fit bounds each start from those before it. One more
-    way follows the last start, and around it the ways to and from the stage's first chunk; for
+    with B, itself among them, and w wait for W only. Each of the n holds M_B (what F takes of it,
+    M_R, with recomputation) of this chunk and of the stage's earlier ones, since their B's come
+    later, so that n (sum of M_B) + w M_W <= limit. Of the k, k - n are done with B, so at least one
+    of them is the (k-n)-th or a later one, and the k-th F starts no earlier than the way from F to
+    the end of B after the (k-n)-th. Likewise k - n - w are done with W, which gives way + T_W after
+    the (k-n-w)-th. The smallest over all n that fit bounds each start from those before it. One
+    more way follows the last start, and around it the ways to and from the stage's first chunk; for
     ``after`` see `beyond`.
     """
     first = stage.positions[0]
@@ -52,7 +52,7 @@ def turnover_bound(paths: Paths, stage: StageCosts, microbatches: int, after: fl
 
 def _waiting_for_w(stage: StageCosts, one: int, microbatches: int) -> Ints:
     """Entry n - 1: how many of a chunk can wait for W while n others wait for B."""
-    size, m_w = sum(stage.m_b[: one + 1]), stage.m_w[one]
+    size, m_w = sum(stage.m_r[: one + 1]), stage.m_w[one]
     if size <= 0 or stage.room / size >= microbatches:
         return np.full(microbatches, microbatches, dtype=np.int64)
     most = max(1, math.floor(stage.room / size + 1e-9))
