@@ -23,27 +23,16 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain
+from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
 )
 
-try:  # these are what changed in 0.19, with the arguments of pretrain() itself
-    from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
-    from megatron.training.arguments import parse_and_validate_args
-except ImportError as error:
-    from megatron.zero_bubble.launch import cannot_import, stop
-
-    stop(cannot_import(error, "this pretrain_gpt.py, written for megatron-core 0.19,"))
+from megatron.zero_bubble import compat
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 # Flags of Megatron that need another data set or attention mask than this script's.
@@ -145,23 +134,7 @@ def get_batch(
     if tensor_rank == 0:
         sample = next(data_iterator)
         batch |= {key: value.cuda(non_blocking=True) for key, value in sample.items()}
-    batch = get_batch_on_this_tp_rank(
-        batch,
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=False,
-        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
-        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
-        cp_size=args.context_parallel_size,
-        tp_rank=tensor_rank,
-        micro_batch_size=micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=False,
-    )
-    batch = get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-    )
-    return batch
+    return compat.batch_of_this_rank(batch, micro_batch_size, args.seq_length)
 
 
 def loss_func(
@@ -207,7 +180,8 @@ def forward_step(
     if get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(
         model, "post_process"
     ):
-        size = args.micro_batch_size if model.training else args.eval_micro_batch_size
+        evaluates = compat.evaluation_microbatch_size(args)
+        size = args.micro_batch_size if model.training else evaluates
         batch = get_batch(data_iterator, size)
     timers("batch-generator").stop()
     output = model(
@@ -222,17 +196,11 @@ def forward_step(
 
 def main() -> None:
     """Parse the command line and train."""
-    args = parse_and_validate_args()
+    args = compat.parse_arguments()
     check_arguments(args)
-    model_config = gpt_config_from_args(args)
     # Megatron then calls it on every rank, and reads_data decides who builds.
     build_datasets.is_distributed = True  # type: ignore[attr-defined]
-    pretrain(
-        pretrain_cfg_container_from_args(args, model_config),
-        build_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+    compat.pretrain_gpt(args, build_datasets, forward_step)
 
 
 # Saving a checkpoint starts a process that imports this file again.

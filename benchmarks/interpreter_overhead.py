@@ -82,7 +82,10 @@ def measure(result: Path) -> None:
         def backward(self, chunk, microbatch, input, output, output_grad):
             return self.message if stage == 1 else None
 
-        def weight(self, chunk, microbatch):
+        def recompute(self, chunk, microbatch):
+            pass
+
+        def weight(self, chunk, microbatch, part=0, parts=1):
             pass
 
         def buffer(self, flow):

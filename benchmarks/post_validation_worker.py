@@ -59,8 +59,11 @@ class Paused:
             passes, lambda: self._compute.backward(chunk, microbatch, input, output, output_grad)
         )
 
-    def weight(self, chunk: int, microbatch: int) -> None:
-        self._lasting(1, lambda: self._compute.weight(chunk, microbatch))
+    def recompute(self, chunk: int, microbatch: int) -> None:
+        self._lasting(1, lambda: self._compute.recompute(chunk, microbatch))
+
+    def weight(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
+        self._lasting(1, lambda: self._compute.weight(chunk, microbatch, part, parts))
 
     def buffer(self, flow: Flow) -> torch.Tensor:
         return self._compute.buffer(flow)

@@ -15,6 +15,11 @@ from megatron.zero_bubble.post_validation_arguments import (
     add_post_validation_arguments,
     check_post_validation,
 )
+from megatron.zero_bubble.recompute_arguments import (
+    add_recompute_arguments,
+    check_recomputation,
+    with_recomputation_of,
+)
 from megatron.zero_bubble.rules import Rule
 from zero_bubble.builders import BUILDERS, build
 from zero_bubble.check import bit_identical_order, check
@@ -22,7 +27,7 @@ from zero_bubble.export.json_io import load_schedule
 from zero_bubble.placement import Placement
 from zero_bubble.schedule import Kind, Schedule
 
-__all__ = ["add_arguments", "refuse_yaml", "schedule_for", "validate"]
+__all__ = ["add_arguments", "refuse_yaml", "schedule_for", "schedule_for_job", "validate"]
 
 MEGATRON = "megatron"
 LONGEST_WAIT = 1e7  # seconds; torch's timeouts overflow a little further on
@@ -65,9 +70,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="cpu trains on the CPU over gloo; also by ZERO_BUBBLE_DEVICE=cpu in the environment. "
         "Default: cuda where a CUDA device exists, else cpu.",
     )
+    group.add_argument(
+        "--no-zero-bubble-tp-overlap",
+        action="store_false",
+        dest="zero_bubble_tp_overlap",
+        help="With tensor parallelism, do not hide a B's reductions behind weight gradients of the "
+        "W that follows it.",
+    )
+    group.add_argument(
+        "--zero-bubble-bucket-all-stages",
+        action="store_true",
+        help="With --overlap-grad-reduce, cut gradients into buckets (--ddp-bucket-size) on all "
+        "stages and chunks, so that they can be reduced one by one; Megatron does so for the first "
+        "chunk of the first rank alone. Three and more data-parallel ranks then add gradients in "
+        "another order, and checkpoints of the distributed optimizer are laid out otherwise.",
+    )
+    group.add_argument(
+        "--no-zero-bubble-reorder-tail",
+        action="store_false",
+        dest="zero_bubble_reorder_tail",
+        help="With --overlap-grad-reduce, leave the last W's of an iteration in the schedule's "
+        "order. By default they run by parameter, so that reduction of the first gradients begins "
+        "while others are computed.",
+    )
+    add_recompute_arguments(group)
     add_auto_arguments(parser)
     add_post_validation_arguments(parser)
     return parser
+
+
+def schedule_for_job(
+    args: Any, name: str, stages: int, microbatches: int, chunks: int | None = None
+) -> Schedule:
+    """`schedule_for`, with recomputation where validated arguments have it.
+
+    Raises:
+        ConfigurationError: as `schedule_for`, or a file with R's in a job that has none.
+    """
+    schedule = schedule_for(name, stages, microbatches, chunks)
+    return with_recomputation_of(args, schedule, f"--pipeline-schedule {name}")
 
 
 def schedule_for(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
@@ -150,6 +191,7 @@ def validate(args: Any) -> Placement | None:
         given = "zb-h1"
     args.pipeline_schedule = given or MEGATRON
     args.zero_bubble_positions = None
+    check_recomputation(args)
     if args.pipeline_schedule == MEGATRON:
         check_auto(args, None)
         check_post_validation(args, None)
@@ -171,7 +213,7 @@ def validate(args: Any) -> Placement | None:
         if rule.broken(args):
             raise ConfigurationError(rule.complaint(args, flag))
     name = AUTOMATIC.get(args.pipeline_schedule, args.pipeline_schedule)
-    schedule = schedule_for(name, stages, _microbatches(args), _chunks(args))
+    schedule = schedule_for_job(args, name, stages, _microbatches(args), _chunks(args))
     for ramp in ("rampup_batch_size", "step_batch_size_schedule"):
         sizes = getattr(args, ramp, None)
         if sizes is not None and name not in BUILDERS:
@@ -191,12 +233,30 @@ def validate(args: Any) -> Placement | None:
             f"{flag} splits the backward pass of Megatron's local layers, but "
             f"--transformer-impl is {args.transformer_impl}: add --transformer-impl local"
         )
+    if _splits(schedule):
+        _check_local_layers(args, flag)
     check_auto(args, schedule.placement)
     check_post_validation(args, schedule.placement)
     set_layers(args, flag, schedule.placement)
     if (reasons := bit_identical_order(schedule)) and getattr(args, "rank", 0) == 0:
         logger.warning("%s is legal, but not bit-identical to 1F1B: %s", flag, reasons[0])
     return schedule.placement
+
+
+def _check_local_layers(args: Any, flag: str) -> None:
+    """What only Transformer Engine's layers can do, cannot be done by a schedule that splits."""
+    from megatron.zero_bubble.patches import cpu  # torch, which arguments can be checked without
+
+    given = {"--fp8-format": getattr(args, "fp8", None), "--fp4-format": getattr(args, "fp4", None)}
+    if args.context_parallel_size > 1 and not cpu.installed():  # CPU mode has a stand-in
+        given["--context-parallel-size"] = args.context_parallel_size
+    for other, value in given.items():
+        if value:
+            raise ConfigurationError(
+                f"{flag} splits the backward pass of Megatron's local layers, but {other} {value} "
+                "needs those of Transformer Engine: leave it out, or use --pipeline-schedule 1f1b "
+                "with --transformer-impl transformer_engine"
+            )
 
 
 def _chunks(args: Any) -> int | None:
@@ -227,8 +287,6 @@ _RULES = (
           "microbatch_group_size_per_vp_stage",
          "the schedule has its own order of microbatches; leave it out",
          same_as="pipeline_model_parallel_size"),
-    Rule("--mtp-num-layers", "mtp_num_layers",
-         "multi-token prediction shares the output layer within a microbatch; leave it out"),
     Rule("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute",
          "the output layer's weight gradient is deferred already; leave it out"),
     Rule("--delay-wgrad-compute", "delay_wgrad_compute",

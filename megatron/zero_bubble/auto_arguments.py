@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.errors import ConfigurationError
+from megatron.zero_bubble.patches import cpu
 from zero_bubble.cli.memory_limit import memory_limits
 from zero_bubble.cli.searching import EFFORTS
 from zero_bubble.costs import Costs
@@ -173,6 +174,7 @@ def check_auto(args: Any, placement: Placement | None) -> None:
     """
     _check_recording(args, placement)
     automatic = args.pipeline_schedule in AUTOMATIC
+    _check_counting(args, automatic=automatic)
     if not automatic:
         for flag in _SEARCHING:
             value = getattr(args, _name(flag), None)
@@ -200,6 +202,19 @@ def check_auto(args: Any, placement: Placement | None) -> None:
             f"--zero-bubble-drift-threshold {threshold:g}: must be a fraction from 0 to below 1"
         )
     _check_profile(args, placement)
+
+
+def _check_counting(args: Any, *, automatic: bool) -> None:
+    traced = getattr(args, "zero_bubble_trace", None) is not None
+    distributes = getattr(args, "distribute_saved_activations", False)
+    if distributes and (automatic or traced) and cpu.installed():
+        ours = (
+            f"--pipeline-schedule {args.pipeline_schedule}" if automatic else "--zero-bubble-trace"
+        )
+        raise ConfigurationError(
+            f"{ours} does not work with --distribute-saved-activations in CPU mode, where bytes "
+            "are counted by what autograd saves, which Megatron then exchanges: leave one out"
+        )
 
 
 def _check_recording(args: Any, placement: Placement | None) -> None:

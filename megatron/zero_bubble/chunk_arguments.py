@@ -50,7 +50,7 @@ def _said(args: Any) -> _Chunks | None:
     given: list[_Chunks] = []
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if isinstance(layout, str):
-        given.append(_Chunks(f"{LAYOUT} {layout}", len(_parts(layout, _num_layers(args)))))
+        given.append(_Chunks(f"{LAYOUT} {layout}", len(_parts(layout, args))))
     virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     if virtual is not None:
         if virtual < 1:
@@ -134,7 +134,7 @@ def set_layers(args: Any, flag: str, placement: Placement) -> None:
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if isinstance(layout, str):
         _refuse_beside_layout(args, layout)
-        parts = _parts(layout, _num_layers(args))
+        parts = _parts(layout, args)
     else:
         layout = _chosen_layout(args, flag, arrangement)
         parts = [] if layout is None else layout.split("|")
@@ -176,7 +176,7 @@ def _chosen_layout(args: Any, flag: str, arrangement: Arrangement) -> str | None
     _check_enough_layers(args, flag, placement.num_stages, positions)
     if own and (layers + sum(ends.values())) % positions == 0:
         return None
-    return layout_of(spread(layers, arrangement, **ends))
+    return layout_of(spread(layers, arrangement, **ends), _num_predictions(args))
 
 
 def _refuse_beside_layout(args: Any, layout: str) -> None:
@@ -189,13 +189,14 @@ def _refuse_beside_layout(args: Any, layout: str) -> None:
             )
 
 
-def _parts(layout: str, num_layers: int) -> list[str]:
+def _parts(layout: str, args: Any) -> list[str]:
     """The parts of a layout, one letter for each thing in a part, by Megatron's reading of it.
 
     Raises:
         ConfigurationError: it cannot be read, does not begin and end as a model does, or has
             another number of layers than the model.
     """
+    num_layers, predictions = _num_layers(args), _num_predictions(args)
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -204,14 +205,25 @@ def _parts(layout: str, num_layers: int) -> list[str]:
         rows = PipelineParallelLayerLayout.parse_str_to_list(layout)
     except AssertionError as error:
         raise ConfigurationError(f"{flag}: {error}") from error
-    letters = {LayerType.embedding: "E", LayerType.loss: "L", LayerType.decoder: "t"}
-    parts = ["".join(letters.get(kind, "m") for kind in row) for row in rows]
-    whole = "".join(parts)
-    if "m" in whole:
+    letters = {
+        LayerType.embedding: "E",
+        LayerType.decoder: "t",
+        LayerType.mtp: "m",
+        LayerType.loss: "L",
+    }
+    parts = ["".join(letters.get(kind, "?") for kind in row) for row in rows]
+    whole, end = "".join(parts), "m" * predictions + "L"
+    if whole.count("m") != predictions:
         raise ConfigurationError(
-            f"{flag}: multi-token prediction (m) does not run here; leave it out"
+            f"{flag} has {whole.count('m')} layers of multi-token prediction (m), but "
+            f"--mtp-num-layers is {predictions}: make the two equal"
         )
-    if whole.strip("t") != whole or whole.replace("t", "") != "EL":
+    if predictions and not parts[-1].endswith(end):
+        raise ConfigurationError(
+            f"{flag}: here multi-token prediction (m) runs in the last part only, right before "
+            f"the loss; let the layout end with {end}"
+        )
+    if whole != "E" + "t" * whole.count("t") + end:
         raise ConfigurationError(
             f"{flag}: a model begins with the embedding and ends with the loss; write one E at the "
             "beginning and one L at the end"
@@ -230,6 +242,11 @@ def _num_layers(args: Any) -> int:
         if layers is not None:
             return layers
     raise ConfigurationError("--num-layers is missing")
+
+
+def _num_predictions(args: Any) -> int:
+    """Layers of multi-token prediction."""
+    return getattr(args, "mtp_num_layers", None) or 0
 
 
 def _ends_as_layers(args: Any) -> dict[str, bool]:

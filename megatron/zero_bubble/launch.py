@@ -90,10 +90,12 @@ def _install_patches() -> None:
 
     from megatron.zero_bubble.patches import (
         arguments,
+        buckets,
         checkpoint,
         datasets,
         optimizer,
         placement,
+        recomputation,
         schedule,
         tied_checkpoint,
         training_loop,
@@ -101,10 +103,12 @@ def _install_patches() -> None:
 
     for part in (
         arguments,
+        buckets,
         checkpoint,
         datasets,
         optimizer,
         placement,
+        recomputation,
         schedule,
         tied_checkpoint,
         training_loop,

@@ -44,9 +44,13 @@ def spread(
     return tuple(counts)
 
 
-def layout_of(counts: Sequence[int]) -> str:
-    """The value of ``--pipeline-model-parallel-layout``, in model order."""
-    return "E" + "|".join("t" * count for count in counts) + "L"
+def layout_of(counts: Sequence[int], predictions: int = 0) -> str:
+    """The value of ``--pipeline-model-parallel-layout``, in model order.
+
+    Args:
+        predictions: layers of multi-token prediction, which go before the loss.
+    """
+    return "E" + "|".join("t" * count for count in counts) + "m" * predictions + "L"
 
 
 def padded(layout: str, arrangement: Arrangement) -> str:
@@ -67,6 +71,7 @@ def describe(parts: Sequence[str], arrangement: Arrangement) -> str:
         if layers:
             many = f"layers {first}-{first + layers - 1}"
             words.append(many if layers > 1 else f"layer {first}")
+        words += ["multi-token prediction"] if "m" in part else []
         words += ["loss"] if "L" in part else []
         texts.append(", ".join(words) or "no layer")
         first += layers

@@ -60,12 +60,14 @@ def _late(stage: int, iteration: int, directory: Path) -> None:
         run(self)
         (directory / f"ahead-{_iteration()}-{_stage()}").touch()
 
-    def weight_when_all_are_ahead(self: Any, chunk: int, microbatch: int) -> None:
+    def weight_when_all_are_ahead(
+        self: Any, chunk: int, microbatch: int, part: int = 0, parts: int = 1
+    ) -> None:
         others = set(range(self._groups.pp.size())) - {stage}
         last = microbatch == self._options.num_microbatches - 1
         if _stage() == stage and _iteration() == iteration and last and chunk == 0:
             _wait_for([directory / f"ahead-{iteration}-{one}" for one in others])
-        weight(self, chunk, microbatch)
+        weight(self, chunk, microbatch, part, parts)
 
     RunAhead.run = run_and_tell  # type: ignore[method-assign]
     MegatronCompute.weight = weight_when_all_are_ahead  # type: ignore[method-assign]

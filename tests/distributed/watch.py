@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from typing import Any
 
 __all__ = ["ADAPTOR", "RuntimeWatch", "StepWatch"]
@@ -24,10 +25,13 @@ class RuntimeWatch:
         stage               this rank's
         schedule            the name of the one that ran
         executed            [instruction as text], in the order it ran
+        ends                [host time in ns when each of them ended]
         weight_store_peak   most (chunk, microbatch) bundles that waited for W at once
         weights_in          {kind of pass: weight gradients computed in passes of this kind}
-        linears             linear layers on this stage
+        linears             linear layers on this stage that train
         moved_in            {kind of pass: passes that changed a linear layer's main_grad}
+        ended               {kind of pass: host time in ns when the last one of it ended}
+        reductions          [host time in ns when a reduction of gradients was started], in order
     """
 
     def __init__(self) -> None:
@@ -38,6 +42,7 @@ class RuntimeWatch:
         self._computed_before = 0
         self._gradients: list[Any] = []
         self._gradients_before: list[Any] = []
+        self._reductions: list[int] = []
 
     def attach(self, model: list[Any]) -> None:
         """Start to listen as soon as there is a session; never in a reference run."""
@@ -52,10 +57,11 @@ class RuntimeWatch:
                 parameter.main_grad
                 for chunk in model
                 for name, parameter in chunk.named_parameters()
-                if LINEAR.search(name)
+                if LINEAR.search(name) and parameter.requires_grad
             ]
             session.listeners.append(self._batch)
             session.observer = self
+            self._watch_reductions()
 
     def before(self, instruction: Any) -> None:
         self._computed_before = self._session.store.computed
@@ -76,19 +82,42 @@ class RuntimeWatch:
             )
             self._moved_in[kind] = self._moved_in.get(kind, 0) + moved
 
+    def _watch_reductions(self) -> None:
+        """Note when a group of buckets is sent, wherever Megatron decides to."""
+        from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+        start = _ParamAndGradBucketGroup.start_grad_sync
+
+        def start_and_note(group: Any, *args: Any, **options: Any) -> Any:
+            before, now = group.grad_reduce_handle, time.perf_counter_ns()
+            result = start(group, *args, **options)
+            if group.grad_reduce_handle is not before:  # not one that is under way already
+                self._reductions.append(now)
+            return result
+
+        _ParamAndGradBucketGroup.start_grad_sync = start_and_note
+
     def _batch(self, record: Any) -> None:
         weights_in, self._weights_in = self._weights_in, {}
         moved_in, self._moved_in = self._moved_in, {}
+        reductions, self._reductions = self._reductions, []
         if not record.forward_only:
             self.batches.append(
                 {
                     "stage": record.stage,
                     "schedule": record.program.name,
                     "executed": [str(event.instruction) for event in record.events],
+                    "ends": [event.end_ns for event in record.events],
                     "weight_store_peak": record.weight_store_peak,
                     "weights_in": weights_in,
                     "linears": len(self._gradients),
                     "moved_in": moved_in,
+                    "ended": {
+                        str(event.instruction.what.kind): event.end_ns
+                        for event in record.events
+                        if hasattr(event.instruction, "what")
+                    },
+                    "reductions": reductions,
                 }
             )
 

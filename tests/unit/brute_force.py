@@ -32,12 +32,15 @@ def stage_orders(problem: Problem, stage: int, bit_identical: bool) -> list[tupl
     microbatches = range(problem.num_microbatches)
     needs: dict[Pass, set[Pass]] = {}
     for chunk, one in itertools.product(range(len(held)), microbatches):
-        f, b, w = (Pass(kind, one, chunk) for kind in (Kind.F, Kind.B, Kind.W))
+        f, b, w, r = (Pass(kind, one, chunk) for kind in (Kind.F, Kind.B, Kind.W, Kind.R))
         needs[f] = {Pass(Kind.F, one, it) for it, at in enumerate(held) if at < held[chunk]}
         needs[b] = {f} | {Pass(Kind.B, one, it) for it, at in enumerate(held) if at > held[chunk]}
         needs[w] = {b}
+        if problem.has_recomputation:
+            needs[r] = {f}
+            needs[b].add(r)
         if bit_identical and one:
-            for what in (f, b, w):
+            for what in (f, b, w, *([r] if r in needs else [])):
                 needs[what].add(Pass(what.kind, one - 1, chunk))
 
     def grow(row: tuple[Pass, ...], memory: float) -> Iterator[tuple[Pass, ...]]:
@@ -47,9 +50,12 @@ def stage_orders(problem: Problem, stage: int, bit_identical: bool) -> list[tupl
             if what in row or not needed.issubset(row):
                 continue
             m_b, m_w = costs.m_b[stage][what.chunk], costs.m_w[stage][what.chunk]
-            then = memory + {Kind.F: m_b, Kind.B: m_w - m_b, Kind.W: -m_w}[what.kind]
+            m_r = costs.m_r[stage][what.chunk] if costs.m_r else m_b
+            rest = 0.0 if problem.has_recomputation else m_b - m_r
+            then = memory + {Kind.F: m_r, Kind.R: m_b - m_r, Kind.B: rest, Kind.W: 0}[what.kind]
             if then <= problem.memory_limit[stage] + 1e-9:
-                yield from grow((*row, what), then)
+                freed = {Kind.B: m_b - m_w, Kind.W: m_w}.get(what.kind, 0.0)
+                yield from grow((*row, what), then - freed)
 
     return list(grow((), 0.0))
 
@@ -70,6 +76,8 @@ def cost_of(problem: Problem, rows: tuple[tuple[Pass, ...], ...]) -> float:
                 kind = Kind.B if what.kind is Kind.W else Kind.F
                 if what.kind is Kind.F:
                     source = placement.before(stage, what.chunk)
+                elif what.kind is Kind.R:
+                    source = stage, what.chunk
                 elif what.kind is Kind.B and placement.after(stage, what.chunk):
                     source, kind = placement.after(stage, what.chunk), Kind.B
                 ready = 0.0
@@ -80,7 +88,10 @@ def cost_of(problem: Problem, rows: tuple[tuple[Pass, ...], ...]) -> float:
                     ready = end + costs.comm(source[0], stage)
                 start = max(ready, spans[stage][1])
                 spans[stage][0] = min(spans[stage][0], start)
-                spans[stage][1] = start + costs.duration(what.kind, stage, what.chunk)
+                duration = costs.duration(what.kind, stage, what.chunk)
+                if what.kind is Kind.B and problem.recompute_in_backward and costs.t_r:
+                    duration += costs.t_r[stage][what.chunk]
+                spans[stage][1] = start + duration
                 ends[stage, what] = spans[stage][1]
                 nexts[stage] += 1
                 moved = True

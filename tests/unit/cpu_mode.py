@@ -22,18 +22,21 @@ class Check(Protocol):
     def __call__(self, function: str, /, **arguments: Any) -> Any: ...
 
 
-def checks_of(module: str) -> Check:
-    """Runs functions of ``module`` in the one process in CPU mode, which starts when first used."""
+def checks_of(module: str, *, alone: bool = False) -> Check:
+    """Runs functions of ``module`` in the one process in CPU mode, which starts when first used.
+
+    ``alone``: in a process of its own, for those that change Megatron.
+    """
 
     def check(function: str, /, **arguments: Any) -> Any:
-        return _process().submit(_call, module, function, arguments).result()
+        return _process(module if alone else "").submit(_call, module, function, arguments).result()
 
     return check
 
 
 @cache
-def _process() -> ProcessPoolExecutor:
-    """Shared by all tests, since importing Megatron takes seconds; ends with pytest."""
+def _process(_user: str) -> ProcessPoolExecutor:
+    """Shared by all tests of a user, since importing Megatron takes seconds; ends with pytest."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_start)
 
 

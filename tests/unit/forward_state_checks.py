@@ -12,8 +12,9 @@ from unittest import mock
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.moe import moe_logging
+from megatron.core.transformer.moe import moe_utils
 
+from megatron.zero_bubble import compat
 from megatron.zero_bubble.runtime import forward_state
 from megatron.zero_bubble.runtime.forward_state import ForwardState
 
@@ -181,15 +182,17 @@ def goes_on() -> None:
 @contextmanager
 def new_tracker() -> Iterator[Callable[[], Any]]:
     """The statistics of a run from its start; a function that gives the present ones."""
-    kept = moe_logging._MOE_METRICS_TRACKER
-    moe_logging.set_moe_metrics_tracker(None)
+    kept = compat.moe_statistics()
+    compat.set_moe_statistics(compat.new_moe_statistics())
     try:
-        yield moe_logging.get_moe_metrics_tracker
+        yield compat.moe_statistics
     finally:
-        moe_logging.set_moe_metrics_tracker(kept)
+        compat.set_moe_statistics(kept)
 
 
 GROUP: Any = "the ranks of a layer"
+OF_DICTIONARIES = hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER")
+"""How Megatron keeps the statistics before 0.18."""
 
 
 def record(microbatch: int, *names: str) -> None:
@@ -197,19 +200,32 @@ def record(microbatch: int, *names: str) -> None:
     for name in names or ("load_balancing_loss", "z_loss"):
         for layer in range(1, LAYERS + 1):
             value = torch.tensor(1 / (3 + microbatch) + layer / 7 + len(name))
-            moe_logging.get_moe_metrics_tracker().record(
-                name, value, layer, LAYERS, reduce_group=GROUP, needs_dp_avg=name == "z_loss"
-            )
+            if OF_DICTIONARIES:
+                moe_utils.save_to_aux_losses_tracker(
+                    name, value, layer, LAYERS, GROUP, reduce_group_has_dp=name == "z_loss"
+                )
+            else:
+                compat.moe_statistics().record(
+                    name, value, layer, LAYERS, reduce_group=GROUP, needs_dp_avg=name == "z_loss"
+                )
 
 
 def reported(tracker: Any) -> dict[str, Any]:
     """What a log of an iteration shows, which clears it."""
-    shown = {
-        name: (entry.values.tolist(), entry.reduce_group, entry.avg_group, entry.needs_dp_avg)
-        for name, entry in tracker.metrics.items()
-    }
-    tracker.clear()
+    entries = {name: dict(entry) for name, entry in _entries(tracker).items()}
+    shown = {name: entry | {"values": entry["values"].tolist()} for name, entry in entries.items()}
+    if OF_DICTIONARIES:
+        moe_utils.clear_aux_losses_tracker()
+    else:
+        tracker.clear()
     return shown
+
+
+def _entries(tracker: Any) -> dict[str, dict[str, Any]]:
+    if OF_DICTIONARIES:
+        present: dict[str, dict[str, Any]] = tracker
+        return present
+    return {name: vars(entry) for name, entry in tracker.metrics.items()}
 
 
 def statistics_without_interruption(iterations: int) -> list[dict[str, Any]]:
@@ -259,7 +275,7 @@ def statistics_that_are_new() -> None:
         state.set_aside()
         record(1, "z_loss", "load_balancing_loss")
         state.release()
-        assert list(tracker().metrics) == ["z_loss"]
+        assert list(_entries(tracker())) == ["z_loss"]
         reported(tracker())
         state.resume()
         found = reported(tracker())
@@ -285,10 +301,10 @@ def an_exception_in_between() -> None:
     with new_tracker() as tracker:
         record(0)
         present = tracker()
-        expected = [entry.values.tolist() for entry in present.metrics.values()]
+        expected = [entry["values"].tolist() for entry in _entries(present).values()]
         state = ForwardState.capture([experts])
         state.set_aside()
         record(1)
         state.restore()
         assert tracker() is present
-        assert [entry.values.tolist() for entry in present.metrics.values()] == expected
+        assert [entry["values"].tolist() for entry in _entries(present).values()] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import random
@@ -21,8 +22,8 @@ from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core.timers import Timer
 from megatron.training import global_vars, training
 from megatron.training.dist_signal_handler import DistributedSignalHandler
-from megatron.training.utils import common_utils
 
+from megatron.zero_bubble import compat
 from megatron.zero_bubble.optimizer.ordinary import runs_into_the_next, wants_to_stop
 from megatron.zero_bubble.patches import optimizer as optimizer_patches
 from megatron.zero_bubble.patches import schedule as schedule_patches
@@ -68,13 +69,15 @@ def _arguments(**changes: Any) -> Any:
 def _calculator(schedule: str | None = None) -> Iterator[Any]:
     """Megatron's calculator of the number of microbatches, for as long as a test needs it."""
     name = "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"
+    growing = {} if schedule is None else {"step_batch_size_schedule": schedule}
     with mock.patch.object(microbatches, name, None):
         microbatches.init_num_microbatches_calculator(
             1,
+            rampup_batch_size=None,
             global_batch_size=MICRO_BATCH_SIZE * DATA_PARALLEL * 4,
             micro_batch_size=MICRO_BATCH_SIZE,
             data_parallel_size=DATA_PARALLEL,
-            step_batch_size_schedule=schedule,
+            **growing,
         )
         yield getattr(microbatches, name)
 
@@ -165,6 +168,7 @@ def without_asking() -> None:
 
 def without_reducing() -> None:
     """What the original makes of a rank's value, where all ranks have the same."""
+    common_utils = importlib.import_module(compat.training_utils())
     megatrons = inspect.unwrap(common_utils.reduce_max_stat_across_model_parallel_group)
     draw = random.Random(5)
     values = [None, 0, 3, 1e-5, 0.1, 1 / 3, 1e-45, 1e-46, 1e39, float("inf"), 2.0**24 + 1]
@@ -174,14 +178,14 @@ def without_reducing() -> None:
     patched = loop_patches._without_reducing(original)
     with _validation(alone=True):
         for value in values:
-            ours, theirs = patched(value, group=None), megatrons(value)
+            ours, theirs = patched(value), megatrons(value)
             assert ours == theirs, value
             assert type(ours) is type(theirs)
         assert patched(float("nan")) != patched(float("nan"))
     original.assert_not_called()
     for count, alone in enumerate((False, None), 1):
         with _validation(alone):
-            assert patched(1 / 3, group=None) == megatrons(1 / 3)
+            assert patched(1 / 3) == megatrons(1 / 3)
         assert original.call_count == count
 
 

@@ -28,6 +28,13 @@ AUTO_UNSET = {
     "log_zero_bubble_to_tensorboard": False,
 }
 """The flags of measuring and scheduling, as they are when nobody gives them."""
+RUNTIME_UNSET = {
+    "zero_bubble_bucket_all_stages": False,
+    "zero_bubble_reorder_tail": True,
+    "zero_bubble_tp_overlap": True,
+    "zero_bubble_recompute": None,
+}
+"""Those of how a schedule is run."""
 POST_VALIDATION_UNSET: dict[str, Any] = {
     "optimizer_post_validation": False,
     "canonical_grad_norm": False,
@@ -149,6 +156,7 @@ def adaptor_without_flags() -> None:
         "enable_zero_bubble": False,
         "zero_bubble_wait_limit": None,
         "zero_bubble_device": None,
+        **RUNTIME_UNSET,
         **AUTO_UNSET,
         **POST_VALIDATION_UNSET,
     }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -105,6 +106,33 @@ def batch_arguments(first: bool, last: bool) -> dict[str, Any]:
         is_pipeline_last_stage=last,
     )
     return seen
+
+
+def reader_is_asked_for_all(positions: list[list[int]]) -> list[bool]:
+    """By pipeline rank: whether a function that reads the data is to give tokens and labels."""
+    asked: list[bool] = []
+
+    def reader(data_iterator: Any, mtp_on_this_rank: bool = False) -> None:
+        asked.append(mtp_on_this_rank)
+
+    patched = placement._whole_batch(reader)
+    first = placement._rank_begins(parallel_state.is_pipeline_first_stage)
+    begins = mock.patch.object(parallel_state, "is_pipeline_first_stage", first)
+    with arranged(positions), begins, pipeline_of(len(positions)):
+        for rank in range(len(positions)):
+            parallel_state.set_pipeline_model_parallel_rank(rank)
+            patched(iter(()))
+    return asked
+
+
+@contextmanager
+def pipeline_of(ranks: int) -> Iterator[None]:
+    parallel_state.set_pipeline_model_parallel_world_size(ranks)
+    try:
+        yield
+    finally:
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+        parallel_state.set_pipeline_model_parallel_rank(None)
 
 
 class Chunk(torch.nn.Module):  # type: ignore[misc]

@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from types import SimpleNamespace
@@ -44,7 +44,13 @@ def tail(kind: str) -> Iterator[None]:
 
 
 def _member(gradients: Sequence[torch.Tensor]) -> Any:
-    return SimpleNamespace(get_grads_for_grad_norm=lambda: list(gradients))
+    return _giving(lambda: list(gradients))
+
+
+def _giving(gradients: Callable[[], list[torch.Tensor]], **attributes: Any) -> Any:
+    """A sub-optimizer with these gradients, under the names that Megatron has had for them."""
+    names = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")
+    return SimpleNamespace(**dict.fromkeys(names, gradients), **attributes)
 
 
 def _random_gradients(draw: random.Random) -> list[torch.Tensor]:
@@ -193,10 +199,10 @@ def chain(
         config=config,
         grads_states_parallel_group_is_shared=lambda: False,
         chained_optimizers=[
-            SimpleNamespace(
+            _giving(
+                lambda one=one: one,  # type: ignore[misc]
                 config=config,
                 grad_scaler=object() if scaler else None,
-                get_grads_for_grad_norm=lambda one=one: one,
                 get_grad_stats_parallel_group=lambda: group,
             )
             for one in gradients

@@ -11,6 +11,7 @@ def main() -> None:
     import torch
     from megatron.core import parallel_state
 
+    from tests.unit.filling_checks import filled
     from tests.unit.split_linear_checks import compare
 
     torch.distributed.init_process_group("gloo")
@@ -20,6 +21,9 @@ def main() -> None:
     ):
         compare(kind, dtype=dtype, sequence_parallel=sequence_parallel)
         print(f"same: {kind} {dtype} sequence_parallel={sequence_parallel}", flush=True)
+    for dtype, sequence_parallel in itertools.product(("fp32", "bf16"), (False, True)):
+        filled(dtype, sequence_parallel=sequence_parallel)
+        print(f"filled: {dtype} sequence_parallel={sequence_parallel}", flush=True)
     torch.distributed.destroy_process_group()
 
 

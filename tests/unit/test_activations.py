@@ -184,7 +184,10 @@ class ScaleCompute:
         torch.autograd.backward(output, output_grad)
         return None if input is None else input.grad
 
-    def weight(self, chunk: int, microbatch: int) -> None:
+    def recompute(self, chunk: int, microbatch: int) -> None:
+        raise AssertionError("everything is kept")
+
+    def weight(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
         del self.left[chunk, microbatch]
 
     def pending(self, chunk: int, microbatch: int) -> Iterable[Pending]:

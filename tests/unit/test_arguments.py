@@ -18,7 +18,7 @@ from megatron.zero_bubble.arguments import (
 )
 from megatron.zero_bubble.errors import ConfigurationError
 from tests.unit.cpu_mode import checks_of
-from tests.unit.megatron_checks import AUTO_UNSET, POST_VALIDATION_UNSET
+from tests.unit.megatron_checks import AUTO_UNSET, POST_VALIDATION_UNSET, RUNTIME_UNSET
 from tests.unit.orders import parse
 from zero_bubble.builders import BUILDERS, build
 from zero_bubble.export.json_io import save_schedule
@@ -62,7 +62,6 @@ def saved(schedule: Schedule, directory: Path) -> str:
 # What a rule forbids, and the value its message must show (a switch has none).
 FORBIDDEN = {
     "--microbatch-group-size-per-virtual-pipeline-stage": (3, "3"),
-    "--mtp-num-layers": (3, "3"),
     "--defer-embedding-wgrad-compute": (True, ""),
     "--delay-wgrad-compute": (True, ""),
     "--overlap-moe-expert-parallel-comm": (True, ""),
@@ -77,6 +76,10 @@ FORBIDDEN = {
     "--moe-expert-rank-capacity-factor": (1.5, "1.5"),
     "--hybrid-context-parallel": (True, ""),
 }
+
+
+NEW_IN_0_19 = {"--tensor-parallel-num-weight-shards"}
+NEW_IN_0_18 = {"--moe-paged-stash", "--moe-expert-rank-capacity-factor"}
 
 
 def test_every_rule_has_its_case() -> None:
@@ -100,7 +103,9 @@ def test_features_that_no_schedule_can_run_with(rule: Any, name: str) -> None:
 def test_rules_name_megatrons_flags_and_allow_its_defaults() -> None:
     megatron = checks_of("tests.unit.megatron_checks")
     defaults = megatron("flags_of_megatron", wanted=[rule.flag for rule in _RULES])
-    for rule in _RULES:
+    lacking = {rule.flag for rule in _RULES} - defaults.keys()
+    assert lacking in (set(), NEW_IN_0_19, NEW_IN_0_18 | NEW_IN_0_19)
+    for rule in (one for one in _RULES if one.flag not in lacking):
         attribute, default = defaults[rule.flag]
         assert attribute == rule.attribute
         assert default in rule.allowed
@@ -247,6 +252,7 @@ def test_without_a_schedule_nothing_is_asked(given: str | None) -> None:
     assert vars(args) == before | {
         "pipeline_schedule": "megatron",
         "zero_bubble_positions": None,
+        "zero_bubble_recompute": None,
     }
 
 
@@ -267,7 +273,7 @@ def test_a_saved_schedule_runs_as_it_was(name: str, tmp_path: Path) -> None:
 
 def test_microbatches_are_counted_for_each_replica(tmp_path: Path) -> None:
     """16 ranks are 2 stages x 2 tensor x 2 context x 2 data parallel."""
-    path = saved(build("zb-h1", STAGES, 6), tmp_path)
+    path = saved(build("1f1b", STAGES, 6), tmp_path)
     shape = {
         "world_size": 16,
         "tensor_model_parallel_size": 2,
@@ -276,6 +282,26 @@ def test_microbatches_are_counted_for_each_replica(tmp_path: Path) -> None:
     }
     validate(arguments(pipeline_schedule=path, global_batch_size=36, **shape))
     assert "a batch has 12 " in complaint(pipeline_schedule=path, global_batch_size=72, **shape)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"context_parallel_size": 2, "world_size": 2 * STAGES}, "--context-parallel-size 2"),
+        ({"fp8": "hybrid"}, "--fp8-format hybrid"),
+        ({"fp4": "e2m1"}, "--fp4-format e2m1"),
+    ],
+)
+def test_what_only_transformer_engine_has_is_not_split(
+    name: str, given: dict[str, Any], named: str
+) -> None:
+    assert complaint(pipeline_schedule=name, **given) == (
+        f"--pipeline-schedule {name} splits the backward pass of Megatron's local layers, but "
+        f"{named} needs those of Transformer Engine: leave it out, or use --pipeline-schedule 1f1b "
+        "with --transformer-impl transformer_engine"
+    )
+    validate(arguments(pipeline_schedule="1f1b", **given))
 
 
 def test_an_order_that_changes_the_bits_runs_and_is_reported(
@@ -313,6 +339,7 @@ def test_the_flags_are_parsed() -> None:
         "enable_zero_bubble": True,
         "zero_bubble_wait_limit": 7.5,
         "zero_bubble_device": "cpu",
+        **RUNTIME_UNSET,
         **AUTO_UNSET,
         **POST_VALIDATION_UNSET,
     }
@@ -321,6 +348,7 @@ def test_the_flags_are_parsed() -> None:
         "enable_zero_bubble": False,
         "zero_bubble_wait_limit": None,
         "zero_bubble_device": None,
+        **RUNTIME_UNSET,
         **AUTO_UNSET,
         **POST_VALIDATION_UNSET,
     }

@@ -344,3 +344,21 @@ def test_what_cannot_be_recorded(tmp_path: Path) -> None:
     assert complaint(**given | {"zero_bubble_trace": str(file)}).startswith(
         f"--zero-bubble-trace {file} is a file: name a directory"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        ({}, "--pipeline-schedule auto"),
+        ({"pipeline_schedule": "zb-h1", "zero_bubble_trace": "somewhere"}, "--zero-bubble-trace"),
+    ],
+)
+def test_cpu_mode_cannot_count_distributed_activations(
+    changes: dict[str, Any], ours: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = changes | {"distribute_saved_activations": True}
+    validate(arguments(**given))  # where a device counts
+    monkeypatch.setattr("megatron.zero_bubble.patches.cpu.installed", lambda: True)
+    assert complaint(**given).startswith(
+        f"{ours} does not work with --distribute-saved-activations in CPU mode"
+    )

@@ -264,9 +264,25 @@ def test_nothing_is_ignored_beside_a_layout(flags: dict[str, Any], said: str) ->
     assert message == f"--pipeline-model-parallel-layout {layout} {said}"
 
 
-def test_multi_token_prediction_in_a_layout() -> None:
-    message = asked_of_megatron("zb-v", **{LAYOUT: "Et|t|t|tmL"})
-    assert message.startswith("--pipeline-model-parallel-layout Et|t|t|tmL: multi-token prediction")
+@pytest.mark.parametrize(
+    ("name", "layout", "said"),
+    [
+        ("zb-v", "Et|t|t|tmL", None),
+        ("zb-h1", "Ett|tt|mL", "has 2 chunks in all"),
+        ("zb-v", "Et|t|t|tL", "has 0 layers of multi-token prediction (m), but --mtp-num-layers"),
+        ("zb-v", "Et|t|t|tmmL", "has 2 layers of multi-token prediction (m), but --mtp-num-layers"),
+        ("zb-v", "Et|t|tm|tL", "in the last part only, right before the loss; let the layout end"),
+        ("zb-v", "Et|t|t|mtL", "in the last part only, right before the loss; let the layout end"),
+    ],
+)
+def test_multi_token_prediction_in_a_layout(name: str, layout: str, said: str | None) -> None:
+    message = asked_of_megatron(name, **{LAYOUT: layout}, mtp_num_layers=1)
+    assert message is None if said is None else said in message
+
+
+def test_multi_token_prediction_goes_before_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set_for("zb-v", mtp_num_layers=2)[LAYOUT] == "Et|t|t|tmmL"
+    assert "layer 4, multi-token prediction, loss" in capsys.readouterr().out
 
 
 def test_a_layout_with_a_wrong_letter() -> None:

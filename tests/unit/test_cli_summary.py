@@ -109,10 +109,12 @@ def test_a_solver_s_bound_is_the_one_that_is_printed(capsys: Capture) -> None:
         ({"placement": "interleaved", "chunks": 3}, "auto-interleaved3-1p"),
         ({"method": "cp-sat", "memory_limit": "12 GiB"}, "auto-linear-12GiB-cp-sat"),
         ({"robust": 0.05}, "auto-linear-1p-robust"),
+        ({"recompute": "in-backward"}, "auto-linear-1p-recompute-in-backward"),
         ({"memory_limit": "6,6,4,4"}, "auto-linear-6,6,4,4"),
         ({"memory_limit": ",".join(["12"] * 16)}, "auto-linear-own-limits"),
     ],
 )
 def test_what_was_asked_for_is_in_the_name(given: dict[str, object], name: str) -> None:
     flags = {"placement": "linear", "chunks": None, "memory_limit": None, "method": None}
-    assert name_of(argparse.Namespace(**{**flags, "robust": None, **given})) == name
+    flags |= {"robust": None, "recompute": None}
+    assert name_of(argparse.Namespace(**{**flags, **given})) == name

@@ -17,8 +17,30 @@ from zero_bubble.schedule import Kind
 
 def test_durations() -> None:
     costs = Costs.uniform(v_shape(2), 1, 2, 3)
-    assert [costs.duration(kind, 1, 1) for kind in Kind] == [1, 2, 3, 5]
+    kept = (Kind.F, Kind.B, Kind.W, Kind.BW)
+    assert [costs.duration(kind, 1, 1) for kind in kept] == [1, 2, 3, 5]
+    with pytest.raises(ValueError, match=r"recomputes \(R\), but the costs do not say how long"):
+        costs.duration(Kind.R, 1, 1)
+    assert costs.recomputation(1, 1) == 0.0
     assert Costs.uniform(linear(2), 1, 2, 3, t_bw=4.5).duration(Kind.BW, 0, 0) == 4.5
+
+
+def test_recomputation() -> None:
+    costs = Costs.uniform(v_shape(2), 1, 2, 3, m_b=5, t_r=0.5, m_r=2)
+    assert costs.duration(Kind.R, 1, 0) == costs.recomputation(1, 0) == 0.5
+    assert costs.duration(Kind.B, 1, 0) == 2
+    assert costs.kept(0, 1) == 2
+    everything = costs.without_recomputation()
+    assert everything == Costs.uniform(v_shape(2), 1, 2, 3, m_b=5)
+    assert everything.kept(0, 1) == 5
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+def test_recomputation_is_said_whole_and_keeps_no_more_than_all() -> None:
+    with pytest.raises(ValueError, match="both or not at all"):
+        Costs.uniform(linear(2), 1, 1, 1, t_r=1)
+    with pytest.raises(ValueError, match="m_r of stage 0, chunk 0, is 2, more than its m_b 1"):
+        Costs.uniform(linear(2), 1, 1, 1, t_r=1, m_r=2)
 
 
 def test_weights_keep_all_memory_by_default() -> None:

@@ -149,7 +149,10 @@ class ChainCompute:
             self._add(chunk, found.pop())
         return found.pop() if input is not None else None
 
-    def weight(self, chunk: int, microbatch: int) -> None:
+    def recompute(self, chunk: int, microbatch: int) -> None:
+        self.calls.append(f"{chunk}R{microbatch}")
+
+    def weight(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
         self.calls.append(f"{chunk}W{microbatch}")
         output, weight, output_grad = self._waiting.pop((chunk, microbatch))
         self._add(chunk, torch.autograd.grad(output, weight, output_grad)[0])
@@ -312,9 +315,9 @@ def test_an_exception_gets_a_note_with_stage_and_pass(what: str) -> None:
             self._fail_in(f"{chunk}I{microbatch}")
             return super().backward(chunk, microbatch, *rest)
 
-        def weight(self, chunk: int, microbatch: int) -> None:
+        def weight(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
             self._fail_in(f"{chunk}W{microbatch}")
-            super().weight(chunk, microbatch)
+            super().weight(chunk, microbatch, part, parts)
 
         def finalize(self) -> None:
             self._fail_in("FINALIZE")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.unit.orders import parse, random_costs, random_order
 from zero_bubble.builders import build
+from zero_bubble.builders.recomputing import with_recomputation
 from zero_bubble.cli import main
 from zero_bubble.costs import Costs, Table
 from zero_bubble.jitter import jittered, mean_cost
@@ -35,7 +37,7 @@ Capture = pytest.CaptureFixture[str]
 def cost_by_recursion(schedule: Schedule, costs: Costs, factors: Floats) -> tuple[float, float]:
     """Cost and the busiest stage's work: each end asks for the ends before it."""
     place, microbatches = schedule.placement, schedule.num_microbatches
-    noise = factors.reshape(5, place.num_positions, microbatches).tolist()
+    noise = factors.reshape(6, place.num_positions, microbatches).tolist()
     ends: dict[tuple[int, Pass], float] = {}
 
     def duration(stage: int, one: Pass) -> float:
@@ -45,7 +47,8 @@ def cost_by_recursion(schedule: Schedule, costs: Costs, factors: Floats) -> tupl
         if one.kind is Kind.BW:
             t_b, t_w = costs.t_b[stage][one.chunk], costs.t_w[stage][one.chunk]
             return float(whole * (t_b * b + t_w * w) / (t_b + t_w))
-        return float(whole * {Kind.F: f, Kind.B: b, Kind.W: w}[one.kind])
+        r = noise[5][position][one.microbatch]
+        return float(whole * {Kind.F: f, Kind.B: b, Kind.W: w, Kind.R: r}[one.kind])
 
     def backward(stage: int, chunk: int, microbatch: int) -> float:
         fused = Pass(Kind.BW, microbatch, chunk)
@@ -57,6 +60,8 @@ def cost_by_recursion(schedule: Schedule, costs: Costs, factors: Floats) -> tupl
         position = place.positions[stage][one.chunk]
         if one.kind is Kind.W:
             return backward(stage, one.chunk, one.microbatch)
+        if one.kind is Kind.R:
+            return end(stage, Pass(Kind.F, one.microbatch, one.chunk))
         forward = one.kind is Kind.F
         source = (place.before if forward else place.after)(stage, one.chunk)
         if source is None:
@@ -118,6 +123,20 @@ def test_every_repeat_is_the_order_with_its_own_times(
         assert found.bubble_rates[repeat] == pytest.approx((longest - work) / longest)
 
 
+def test_recomputation_has_noise_of_its_own() -> None:
+    schedule = with_recomputation(build("zb-v", 3, 4))
+    costs = random_costs(schedule.placement, 3)
+    costs = replace(costs, t_r=costs.t_f, m_r=costs.m_w, t_bw=None)
+    noise = Noise(schedule.placement, 4, sigma=0.4, drift=(1, 1.3), seed=2)
+    found = jittered(schedule, costs, sigma=0.4, drift=(1, 1.3), repeats=3, seed=2)
+    arrays = Problem.of(schedule.placement, costs, 4).arrays()
+    assert mean_cost(arrays, 4, encode(schedule), noise.table(3)) == pytest.approx(found.mean)
+    for repeat in range(3):
+        longest, work = cost_by_recursion(schedule, costs, noise.factors(repeat))
+        assert found.costs[repeat] == pytest.approx(longest)
+        assert found.bubble_rates[repeat] == pytest.approx((longest - work) / longest)
+
+
 @given(name=st.sampled_from(["zb-h1", "zb-h2"]), stages=st.integers(1, 5), seed=SEEDS)
 def test_the_mean_for_a_search_is_the_same(name: str, stages: int, seed: int) -> None:
     schedule = build(name, stages, 7)
@@ -167,7 +186,7 @@ def test_factors_have_the_mean_and_deviation_promised_and_nothing_in_common(sigm
     table = Noise(linear(4), 500, sigma=sigma).table(20)
     assert table.mean() == pytest.approx(1, abs=4 * sigma / table.size**0.5)
     assert table.std() == pytest.approx(sigma, rel=0.02)
-    logs = np.log(table).reshape(20, 5, 4, 500)
+    logs = np.log(table).reshape(20, 6, 4, 500)
     logs = (logs - logs.mean()) / logs.std()
     assert (np.abs(logs) < 1).mean() == pytest.approx(0.6827, abs=0.01)
     assert (np.abs(logs) < 2).mean() == pytest.approx(0.9545, abs=0.005)
@@ -177,12 +196,12 @@ def test_factors_have_the_mean_and_deviation_promised_and_nothing_in_common(sigm
 
 
 def test_a_pass_meets_the_same_noise_in_every_schedule() -> None:
-    one = Noise(linear(3), 4, seed=5).factors(2).reshape(5, 3, 4)
-    longer = Noise(linear(3), 9, seed=5).factors(2).reshape(5, 3, 9)
-    v = Noise(v_shape(3), 4, seed=5).factors(2).reshape(5, 6, 4)
+    one = Noise(linear(3), 4, seed=5).factors(2).reshape(6, 3, 4)
+    longer = Noise(linear(3), 9, seed=5).factors(2).reshape(6, 3, 9)
+    v = Noise(v_shape(3), 4, seed=5).factors(2).reshape(6, 6, 4)
     assert np.array_equal(one, longer[:, :, :4])
     assert np.array_equal(one, v[:, :3])  # the first chunks of the V; their stages are the same
-    other = Noise(linear(3), 4, seed=6).factors(2).reshape(5, 3, 4)
+    other = Noise(linear(3), 4, seed=6).factors(2).reshape(6, 3, 4)
     assert not (one == other).any()
 
 
@@ -282,6 +301,6 @@ def test_the_examples_in_the_help_work(
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     examples = re.findall(r"^  zero-bubble (simulate .*)$", capsys.readouterr().out, re.M)
-    assert len(examples) == 4
+    assert len(examples) == 5
     for example in examples:
         assert main(example.split()) == 0

@@ -74,6 +74,24 @@ def test_most_memory_and_least_room_count() -> None:
     assert profile.room == (4e9, 6e9)
 
 
+def test_recomputation_is_a_pass_of_its_own_where_all_ranks_timed_it() -> None:
+    def of(rank: int, stage: int, ms: float, m_r: float) -> RankReport:
+        times = {Kind.F: (1.0,), Kind.B: (2.0,), Kind.W: (3.0,), Kind.R: (ms,)}
+        return report(rank, stage, times=times, m_r=(m_r,))
+
+    reports = [of(0, 0, 0.5, 7.0), of(1, 0, 0.7, 5.0), of(2, 1, 0.6, 6.0)]
+    profile = merge(TWO, reports, JOB)
+    assert (profile.costs.t_r, profile.costs.m_r) == (((0.7,), (0.6,)), ((7.0,), (6.0,)))
+    assert profile.costs.m_b == ((100.0,), (100.0,))
+    again = [replace(one, m_b=(), m_w=(), m_r=()) for one in reports]
+    drifted = merge(TWO, again, JOB, before=profile).costs
+    assert drifted == profile.costs
+    longer = [replace(one, times={**one.times, Kind.R: (1.4,)}) for one in reports]
+    assert change(profile.costs, merge(TWO, longer, JOB).costs) == pytest.approx(1.4 / 0.6 - 1)
+    without = merge(TWO, [report(0, 0), report(1, 1)], JOB).costs
+    assert (without.t_r, without.m_r) == (None, None)
+
+
 def test_room_that_no_rank_knows_stays_unknown() -> None:
     assert merge(TWO, [report(0, 0), report(1, 1)], JOB).room == (None, None)
 

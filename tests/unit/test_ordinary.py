@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cpu_mode import checks_of
+from tests.versions import since
 
 check = checks_of("tests.unit.loop_checks")
 
@@ -72,6 +73,7 @@ def test_an_older_megatron_has_fewer_reasons() -> None:
 
 
 # A microbatch is 6 samples over all ranks.
+@since("0.18", "--step-batch-size-schedule")
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

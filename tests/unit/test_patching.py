@@ -42,7 +42,7 @@ def add_module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Lets megatron-core be of this version; without it, of the tested one."""
+    """Lets megatron-core be of this version; without it, of the newest tested one."""
 
     def be(number: str) -> None:
         monkeypatch.setattr(patching, "_version", lambda: number)
@@ -162,6 +162,8 @@ def test_a_patch_is_logged_with_its_reason(
 @pytest.mark.parametrize(
     ("number", "warning"),
     [
+        ("0.17.1", None),
+        ("0.18.2", None),
         ("0.19.2", None),
         ("0.17.0", "megatron-core 0.17.0 has not been tested"),
         ("0.19.3", "megatron-core 0.19.3 has not been tested"),
@@ -177,7 +179,8 @@ def test_an_untested_version_is_warned_about(
 ) -> None:
     version(number)
     check_version()
-    expected = [] if warning is None else [f"{warning} with zero-bubble; tested: 0.19.2"]
+    tested = "tested: 0.17.1, 0.18.2, 0.19.2"
+    expected = [] if warning is None else [f"{warning} with zero-bubble; {tested}"]
     assert caplog.messages == expected
 
 

@@ -64,6 +64,13 @@ def test_a_rank_with_both_ends_gets_the_whole_batch(first: bool, last: bool, siz
     assert seen["pipeline_model_parallel_size"] == size
 
 
+def test_a_function_that_reads_the_data_gives_both_ends_the_whole_batch() -> None:
+    """As Megatron's does before 0.18."""
+    assert megatron("reader_is_asked_for_all", positions=V3) == [False, False, True]
+    interleaved = [[0, 3], [1, 4], [2, 5]]
+    assert megatron("reader_is_asked_for_all", positions=interleaved) == [False, False, False]
+
+
 def test_tied_weights_of_a_v_start_equal_and_add_their_gradients() -> None:
     assert megatron("tied_weights", positions=V2) == {
         "weights": [2.0, 2.0],

@@ -93,6 +93,20 @@ def test_a_pass_waits_from_its_begin_and_computes_from_ready_to_its_end() -> Non
     assert one.phases() == ()
 
 
+def test_shares_of_w_make_whole_passes() -> None:
+    """Two halves are one W, the one whose shares began first; 0I4 runs after two of six halves."""
+    one = Recording(Counter())
+    for text in ["0W2", "0W3", "0I4", "0W2", "0W4", "0W3", "0W4"]:
+        one.begin()
+        one.end(Pass.parse(text), 1 if text == "0I4" else 2)
+    assert [(str(each.what), each.begin, each.end) for each in one.passes()] == [
+        ("0W2", 1, 3),
+        ("0I4", 4, 5),
+        ("0W3", 6, 8),
+        ("0W4", 9, 11),
+    ]
+
+
 def test_phases_are_kept_apart_from_passes() -> None:
     one = Recording(Counter(), None)
     one.begin()
@@ -211,7 +225,8 @@ class Nothing:
     def backward(self, *_: Any) -> Any:
         return torch.zeros(1)
 
-    def weight(self, chunk: int, microbatch: int) -> None: ...
+    def recompute(self, chunk: int, microbatch: int) -> None: ...
+    def weight(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None: ...
     def finalize(self) -> None: ...
 
     def buffer(self, flow: Any) -> torch.Tensor:

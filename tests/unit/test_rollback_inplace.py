@@ -37,7 +37,7 @@ def test_a_spike_that_cannot_be_undone_is_an_error(spike: float) -> None:
     ("changed", "said"),
     [
         ({"decoupled": False}, "adds weight decay to the gradient"),
-        ({"decoupled": False, "inner": "torch"}, "adds weight decay to the gradient"),
+        ({"decoupled": False, "inner": "torch", "sharding": "plain"}, "adds weight decay"),
         ({"sharding": "plain", "inner": "momentum"}, "the optimizer is SGD"),
         ({"groups": {"betas": (0.0, 0.95)}}, "--adam-beta1"),
         ({"groups": {"amsgrad": True}, "inner": "torch"}, "amsgrad"),

@@ -101,5 +101,6 @@ def test_tensor_parallel_layers_with_and_without_sequence_parallelism(tmp_path: 
         environment={"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
     )
     for rank in range(2):
-        done = (tmp_path / f"rank{rank}.log").read_text().count("same: ")
-        assert done == 8  # two kinds of layer, two dtypes, with and without
+        log = (tmp_path / f"rank{rank}.log").read_text()
+        assert log.count("same: ") == 8  # two kinds of layer, two dtypes, with and without
+        assert log.count("filled: ") == 4

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 
+from megatron.zero_bubble import compat
+
 __all__ = [
     "Decision",
     "Layout",
@@ -122,7 +124,7 @@ def own_square(subs: Sequence[Any]) -> torch.Tensor:
 
     To be called without recording gradients.
     """
-    gradients = [one for sub in subs for one in sub.get_grads_for_grad_norm()]
+    gradients = [one for sub in subs for one in compat.gradients_for_norm(sub)]
     if not gradients:
         return torch.zeros(1, dtype=torch.float32, device="cuda")
     overflow = torch.zeros(1, dtype=torch.int, device="cuda")

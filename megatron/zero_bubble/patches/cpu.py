@@ -2,11 +2,12 @@
 
 Megatron asks CUDA for devices, streams, memory figures and random states. In CPU mode every one
 of these questions gets the CPU's answer, so that the same code runs on a laptop and in CI. The
-numbers are Megatron's own: no arithmetic changes. `cpu_torch.py` holds what concerns torch alone.
+numbers are Megatron's own: no arithmetic changes. `cpu_torch.py` holds what concerns torch alone,
+`cpu_context_parallel.py` a stand-in for attention that only Transformer Engine has.
 
 `ZERO_BUBBLE_DEVICE` decides: `cpu` turns the mode on, `cuda` keeps it off, and without the variable
 it is on only where no CUDA device is found. `install()` must run before anything imports
-`megatron.core` or `megatron.training`. Nothing but `cpu_torch.py` is imported from this project, so
+`megatron.core` or `megatron.training`. Nothing but these two is imported from this project, so
 that a process can ask for plain Megatron on CPUs and get just that:
 
     from megatron.zero_bubble.patches import cpu
@@ -49,7 +50,6 @@ ARGUMENTS: dict[str, Any] = {
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "fp8": (None, False),
     "fp4": (None, False),
-    "context_parallel_size": (1,),
     "tp_comm_overlap": (False,),
     "moe_grouped_gemm": (False,),
     "use_megatron_fsdp": (False,),
@@ -178,8 +178,11 @@ def _adapt_megatron() -> None:
     import megatron.core.optimizer as optimizer
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron.zero_bubble.patches import cpu_context_parallel
 
     # The wheel holds the compiled helpers but not the Makefile that would build them.
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
@@ -195,6 +198,7 @@ def _adapt_megatron() -> None:
     )
 
     _allow_sequence_parallel_norms(WrappedTorchNorm)
+    cpu_context_parallel.allow_context_parallel(DotProductAttention)
 
     def as_numpy_or_same(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

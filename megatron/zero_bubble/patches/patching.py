@@ -26,8 +26,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-TESTED_VERSIONS = ("0.19.2",)
-"""Versions of megatron-core that this project's tests have run with."""
+TESTED_VERSIONS = ("0.17.1", "0.18.2", "0.19.2")
+"""Versions of megatron-core that `tools/test_versions.py` runs this project's tests with."""
 OLDEST, NEXT_UNKNOWN = (0, 17), (0, 20)
 _OURS = "megatron.zero_bubble"
 

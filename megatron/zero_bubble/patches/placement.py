@@ -16,6 +16,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank
 
+from megatron.zero_bubble import compat
 from megatron.zero_bubble.arrangement import Arrangement
 from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.patches.patching import (
@@ -75,13 +76,13 @@ def install() -> None:
         (f"{_CORE}.parallel_state", "default_embedding_ranks", first, _embedding_ranks),
         (f"{_CORE}.parallel_state", "default_position_embedding_ranks", first, _beginning_ranks),
         (
-            "megatron.training.utils.common_utils",
+            compat.training_utils(),
             "is_first_or_last_pipeline_stage",
             "rank 0 prepares the data for all, whichever rank reads it",
             _reads_or_prepares_data,
         ),
         (
-            f"{_CORE}.utils",
+            compat.batch_home(),
             "get_batch_on_this_tp_rank",
             "a rank with both ends of the model needs tokens and labels",
             _whole_batch,
@@ -208,12 +209,29 @@ def _reads_or_prepares_data(original: Callable[..., bool]) -> Callable[..., bool
 
 
 def _whole_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    if compat.reads_the_data(original):
+        return _whole_batch_of_reader(original)
+
     @functools.wraps(original)
     def get_batch_on_this_tp_rank(*given: Any, **options: Any) -> Any:
         if options.get("is_pipeline_first_stage") and options.get("is_pipeline_last_stage"):
             # What a rank with the whole model gets.
             options["pipeline_model_parallel_size"] = 1
         return original(*given, **options)
+
+    return get_batch_on_this_tp_rank
+
+
+def _whole_batch_of_reader(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_batch_on_this_tp_rank(data_iterator: Any, mtp_on_this_rank: bool = False) -> Any:
+        both_ends = (
+            _moved() is not None
+            and parallel_state.is_pipeline_first_stage()
+            and parallel_state.is_pipeline_last_stage()
+        )
+        # What a rank gets that predicts several tokens, which takes tokens and labels.
+        return original(data_iterator, mtp_on_this_rank or both_ends)
 
     return get_batch_on_this_tp_rank
 
@@ -228,13 +246,20 @@ def _both_ends_here(config: Any) -> bool:
     )
 
 
+def _has_two_embeddings(model: Any) -> bool:
+    """Whether the embedding is needed at the end too: by a tied output layer, or by multi-token
+    prediction, which embeds the tokens that it has predicted."""
+    predicts = getattr(model.config, "mtp_num_layers", None)
+    return bool(model.share_embeddings_and_output_weights or predicts)
+
+
 def _start_tied_weights_equal(original: Callable[..., None]) -> Callable[..., None]:
     embeddings: list[torch.nn.Parameter] = []  # of the chunk with the embedding, built before
 
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self: Any) -> None:
         original(self)
-        if not self.share_embeddings_and_output_weights or not _both_ends_here(self.config):
+        if not (_has_two_embeddings(self) and _both_ends_here(self.config)):
             return
         weight = self.shared_embedding_or_output_weight()
         if self.pre_process:
@@ -255,7 +280,7 @@ def _sum_tied_gradients(original: Callable[..., None]) -> Callable[..., None]:
             return
         begin = _end_of_model(model, "pre_process")
         end = _end_of_model(model, "post_process")
-        if begin is None or end is None or not begin.share_embeddings_and_output_weights:
+        if begin is None or end is None or not _has_two_embeddings(begin):
             return
         weights = [one.shared_embedding_or_output_weight() for one in (begin, end)]
         attribute = "main_grad" if hasattr(weights[0], "main_grad") else "grad"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron.zero_bubble.arguments import schedule_for
+from megatron.zero_bubble.arguments import schedule_for_job
 from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.launch import stop
 from megatron.zero_bubble.patches.optimizer import (
@@ -55,10 +55,12 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
             limit = args.zero_bubble_wait_limit or 60.0 * args.distributed_timeout_minutes
             chunks = arrangement.chunks_a_rank
             session = Session(
-                partial(schedule_for, args.pipeline_schedule, chunks=chunks),
+                partial(schedule_for_job, args, args.pipeline_schedule, chunks=chunks),
                 arrangement,
                 wait_limit=limit,
             )
+            session.store.lends = args.zero_bubble_tp_overlap
+            session.tail.enabled = args.zero_bubble_reorder_tail
             _sessions.append(session)
             if args.optimizer_post_validation:
                 validate_steps_of(session, args, limit)
@@ -66,7 +68,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
                 monitor = attend(
                     session,
                     args,
-                    named=schedule_for,
+                    named=partial(schedule_for_job, args),
                     microbatches=get_num_microbatches,
                     counts=_counts,
                 )

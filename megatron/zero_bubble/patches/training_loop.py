@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.zero_bubble import compat
 from megatron.zero_bubble.patches.optimizer import current_post_validation
 from megatron.zero_bubble.patches.patching import Patch, apply
 from megatron.zero_bubble.patches.schedule import current_session
@@ -24,7 +25,7 @@ _COUNTED = ("committed", "rolled_back", "clipped", "skipped", "synchronous", "mo
 
 def install() -> None:
     """Patch the loop's reductions over stages, its barriers, and what must see no run-ahead."""
-    utils = "megatron.training.utils.common_utils"
+    utils = compat.training_utils()
     known = "after a validated step all ranks know the result"
     for module, attribute, reason, make in (
         (utils, "logical_and_across_model_parallel_group", known, _without_asking),

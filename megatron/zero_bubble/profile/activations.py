@@ -189,21 +189,30 @@ class CountedCompute:
         output: torch.Tensor,
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        with self.counter.saving():  # activation recomputation saves here
+        with self.counter.saving():  # recomputation within B saves here
             gradient = self.inner.backward(chunk, microbatch, input, output, output_grad)
         if chunk in self.split_chunks:
-            self._between_b_and_w[chunk, microbatch] = [
-                self.counter.hold(tensor, self.counter.part_of(one.parameter))
-                for one in self.pending(chunk, microbatch)
-                for tensor in (one.input, one.grad_output)
-            ]
+            self._hold_pending(chunk, microbatch)
         del self._between_f_and_b[chunk, microbatch]
         return gradient
 
-    def weight(self, chunk: int, microbatch: int) -> None:
+    def recompute(self, chunk: int, microbatch: int) -> None:
+        with self.counter.saving():
+            self.inner.recompute(chunk, microbatch)
+
+    def _hold_pending(self, chunk: int, microbatch: int) -> None:
+        self._between_b_and_w[chunk, microbatch] = [
+            self.counter.hold(tensor, self.counter.part_of(one.parameter))
+            for one in self.pending(chunk, microbatch)
+            for tensor in (one.input, one.grad_output)
+        ]
+
+    def weight(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
         # W drops a layer's tensors as it goes: they must not live on in a count.
         self._between_b_and_w.pop((chunk, microbatch), None)
-        self.inner.weight(chunk, microbatch)
+        self.inner.weight(chunk, microbatch, part, parts)
+        if parts > 1:
+            self._hold_pending(chunk, microbatch)
 
     def buffer(self, flow: Flow) -> torch.Tensor:
         return self.inner.buffer(flow)

@@ -20,6 +20,7 @@ from megatron.zero_bubble.profile.rescheduler import Rescheduler, Settings
 from megatron.zero_bubble.profile.scalars import Scalars
 from megatron.zero_bubble.profile.search import SearchFailed
 from megatron.zero_bubble.profile.trace import TraceRecorder
+from megatron.zero_bubble.recompute_arguments import with_recomputation_of
 from megatron.zero_bubble.runtime.session import Session
 from zero_bubble.cli.memory_limit import memory_limits
 from zero_bubble.export.json_io import ScheduleFile, load_file, parse_file
@@ -141,7 +142,7 @@ def _rescheduler(
             args.zero_bubble_drift_threshold,
             args.train_iters,
         ),
-        start=_searched_start(board, coordinator) if low else first,
+        start=_searched_start(args, board, coordinator) if low else first,
         rank=args.rank,
         device=device,
         profiled=bool(beginning["profiled"]),
@@ -151,7 +152,9 @@ def _rescheduler(
     return rescheduler
 
 
-def _searched_start(board: Board, coordinator: Coordinator | None) -> Callable[[int], Schedule]:
+def _searched_start(
+    args: Any, board: Board, coordinator: Coordinator | None
+) -> Callable[[int], Schedule]:
     """Starting schedules for limits below 1p, which zb-h1 and zb-v do not keep."""
 
     @lru_cache(maxsize=8)
@@ -166,7 +169,7 @@ def _searched_start(board: Board, coordinator: Coordinator | None) -> Callable[[
         data = json.loads(board.wait(note))
         if "error" in data:
             raise ConfigurationError(f"--zero-bubble-memory-limit: {data['error']}")
-        return parse_file(data).schedule
+        return with_recomputation_of(args, parse_file(data).schedule, "the searched schedule")
 
     return start
 

@@ -196,14 +196,16 @@ class Coordinator:
         if (line := outlier_line(reports)) is not None:
             logger.warning("%s", line)
         logger.info(
-            "%sprofile of %s: F %s, B %s, W %s ms; messages %s ms; a microbatch keeps %s",
+            "%sprofile of %s: F %s, B %s, W %s%s ms; messages %s ms; a microbatch keeps %s%s",
             "" if before is None else "drift: ",
             "1 batch" if reports[0].batches == 1 else f"{reports[0].batches} batches",
             _span(costs.t_f),
             _span(costs.t_b),
             _span(costs.t_w),
+            "" if costs.t_r is None else f", R {_span(costs.t_r)}",
             _span([[ms for _, _, ms in costs.t_edges]], ".3g"),
             _bytes_span(costs.m_b),
+            "" if costs.m_r is None else f", before R {_bytes_span(costs.m_r)}",
         )
         if before is None:  # what lies there was found for another profile
             self._keep("schedule.json", lambda path: path.unlink(missing_ok=True))

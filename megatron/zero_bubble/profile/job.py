@@ -33,6 +33,7 @@ _SIZES = (
     "overlap_param_gather",
     "accumulate_allreduce_grads_in_fp32",
     "pipeline_model_parallel_layout",
+    "zero_bubble_recompute",
     # Fields of a model's config by another name.
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",

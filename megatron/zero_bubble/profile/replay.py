@@ -82,12 +82,14 @@ class PausedCompute:
     costs: Costs
     sleeper: Sleeper
     _fused: frozenset[tuple[int, int]] = field(init=False)
+    _recomputed: frozenset[int] = field(init=False)
     _blanks: list[tuple[torch.Tensor, npt.NDArray[np.float64]]] = field(init=False)
     """Messages to be sent, with their memory: making one after a pass would lengthen that."""
 
     def __post_init__(self) -> None:
         fused = self.schedule.order(self.stage, (Kind.BW,))
         self._fused = frozenset((one.chunk, one.microbatch) for one in fused)
+        self._recomputed = self.schedule.chunks_with(Kind.R)[self.stage]
         making = self.schedule.order(self.stage, (Kind.F, Kind.B, Kind.BW))
         blanks = [torch.zeros(1, dtype=torch.float64) for _ in making]
         self._blanks = [(one, one.numpy()) for one in blanks]
@@ -111,8 +113,11 @@ class PausedCompute:
         self._pause(Kind.BW if (chunk, microbatch) in self._fused else Kind.B, chunk)
         return None if input is None else self._now()
 
-    def weight(self, chunk: int, microbatch: int) -> None:
-        self._pause(Kind.W, chunk)
+    def recompute(self, chunk: int, microbatch: int) -> None:
+        self._pause(Kind.R, chunk)
+
+    def weight(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
+        self._pause(Kind.W, chunk, parts)
 
     def buffer(self, flow: Flow) -> torch.Tensor:
         return torch.empty(1, dtype=torch.float64)
@@ -120,9 +125,12 @@ class PausedCompute:
     def finalize(self) -> None:
         """There are no gradients."""
 
-    def _pause(self, kind: Kind, chunk: int) -> None:
+    def _pause(self, kind: Kind, chunk: int, parts: int = 1) -> None:
         begin = time.perf_counter_ns()
-        self.sleeper.until(begin + round(self.costs.duration(kind, self.stage, chunk) * 1e6))
+        time_ms = self.costs.duration(kind, self.stage, chunk) / parts
+        if kind in (Kind.B, Kind.BW) and chunk not in self._recomputed:
+            time_ms += self.costs.recomputation(self.stage, chunk)
+        self.sleeper.until(begin + round(time_ms * 1e6))
 
     def _now(self) -> torch.Tensor:
         """A message that says the time: exact while the host is up 104 days, then to 2 ns."""

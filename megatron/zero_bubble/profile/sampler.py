@@ -86,8 +86,8 @@ class Sampler:
         first = self._first
         extra: dict[str, Any] = {}
         if first is not None:
-            m_b, m_w = chunk_memory(first.passes, self._chunks)
-            extra = {"m_b": m_b, "m_w": m_w, "room": room(self.device, peak(first.passes))}
+            extra = chunk_memory(first.passes, self._chunks)._asdict()
+            extra["room"] = room(self.device, peak(first.passes))
         if self.messages is not None:
             extra["edges"] = self.messages.edges
         return RankReport.of(

@@ -15,7 +15,7 @@ from megatron.zero_bubble.runtime.interpreter import Event
 from megatron.zero_bubble.runtime.transport import Transport
 from zero_bubble.placement import linear
 from zero_bubble.program import Flow, Run, channels_between
-from zero_bubble.schedule import Kind
+from zero_bubble.schedule import Kind, Pass
 
 __all__ = ["BatchTimes", "batch_times", "message_time"]
 
@@ -25,7 +25,7 @@ class BatchTimes:
     """One stage's times in one batch, in ms of the host's clock (on a GPU: of launching)."""
 
     passes: dict[tuple[Kind, int], list[float]] = field(default_factory=dict)
-    """By kind of pass and chunk, in the order they ran, without the wait for their messages."""
+    """By kind of pass and chunk, in the order they began, without the wait for their messages."""
     waited: float = 0.0
     """For messages."""
     messages: float = 0.0
@@ -41,17 +41,19 @@ class BatchTimes:
 
 def batch_times(events: Sequence[Event]) -> BatchTimes:
     """Add up an event log."""
-    passes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    times: dict[Pass, float] = defaultdict(float)  # of a W in shares, all of them together
     waited = messages = 0
     runs = [event for event in events if isinstance(event.instruction, Run)]
     for event in events:
         spent = event.end_ns - event.begin_ns - event.waited_ns
         waited += event.waited_ns
         if isinstance(event.instruction, Run):
-            what = event.instruction.what
-            passes[what.kind, what.chunk].append(spent / 1e6)
+            times[event.instruction.what] += spent / 1e6
         else:
             messages += spent
+    passes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for what, spent_ms in times.items():
+        passes[what.kind, what.chunk].append(spent_ms)
     span = runs[-1].end_ns - runs[0].begin_ns - runs[0].waited_ns if runs else 0
     return BatchTimes(dict(passes), waited / 1e6, messages / 1e6, span / 1e6)
 

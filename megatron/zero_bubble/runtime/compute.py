@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.zero_bubble.runtime.across_stages import AcrossStages
+from megatron.zero_bubble.runtime.recomputation import Recomputations
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
 from zero_bubble.program import Flow, Instruction, Run
 from zero_bubble.schedule import Kind
@@ -62,6 +64,7 @@ class MegatronCompute:
         last_chunk: int | None,
         first_stage: bool,
         store: WeightGradStore,
+        recomputations: Recomputations,
         options: BatchOptions,
         across_stages: AcrossStages | None = None,
     ) -> None:
@@ -71,6 +74,10 @@ class MegatronCompute:
         self._device = device
         runs = [one.what for one in instructions if isinstance(one, Run)]
         self.split_chunks = frozenset(one.chunk for one in runs if one.kind is Kind.W)
+        self._recomputations = recomputations
+        self._recomputed = frozenset(one.chunk for one in runs if one.kind is Kind.R)
+        lends = store.lends and config.tensor_model_parallel_size > 1
+        self._lender = _lenders(instructions) if lends else {}
         self._across = across_stages
         self._complete: list[int] = []  # chunks whose last B other stages are not told of yet
         self._last_forward = {one.chunk: one.microbatch for one in runs if one.kind is Kind.F}
@@ -83,7 +90,11 @@ class MegatronCompute:
         self._last_weight = {
             one.chunk: one.microbatch for one in runs if one.kind in (Kind.W, Kind.BW)
         }
-        self._sync_in_backward = config.grad_sync_func is None or first_stage
+        # Megatron lets stages but the first reduce after their last pass (--no-align-grad-reduce
+        # switches that off). The W's at the tail are what reductions can overlap with.
+        self._sync_in_backward = (
+            config.grad_sync_func is None or first_stage or bool(self.split_chunks)
+        )
         self._no_sync: list[AbstractContextManager[Any] | None] = [None] * len(models)
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self._device)
@@ -98,7 +109,10 @@ class MegatronCompute:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         options, last = self._options, chunk == self._last_chunk
         number = self._virtual[chunk]
-        with self._store.deferred(chunk in self.split_chunks):
+        collecting: AbstractContextManager[None] = nullcontext()
+        if chunk in self._recomputed:
+            collecting = self._recomputations.collecting(chunk, microbatch)
+        with self._store.deferred(chunk in self.split_chunks), collecting:
             output, num_tokens = schedules.forward_step(
                 options.forward_step_func,
                 self._data_iterators[number],
@@ -138,9 +152,11 @@ class MegatronCompute:
     ) -> torch.Tensor | None:
         split = chunk in self.split_chunks
         collecting = self._store.collecting(chunk, microbatch) if split else nullcontext()
+        lender = self._lender.get((chunk, microbatch))
         with (
             self._store.deferred(split),
             collecting,
+            self._store.lending(*lender) if lender else nullcontext(),
             self._synchronized(chunk, microbatch, self._last_backward),
         ):
             gradient: torch.Tensor | None = schedules.backward_step(
@@ -150,10 +166,14 @@ class MegatronCompute:
             self._complete.append(chunk)
         return gradient
 
-    def weight(self, chunk: int, microbatch: int) -> None:
+    def recompute(self, chunk: int, microbatch: int) -> None:
+        with self._store.deferred(chunk in self.split_chunks):
+            self._recomputations.run(chunk, microbatch)
+
+    def weight(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
         self._tell_of_complete_chunks()
         with self._synchronized(chunk, microbatch, self._last_weight):
-            self._store.run(chunk, microbatch)
+            self._store.run(chunk, microbatch, part, parts)
 
     def buffer(self, flow: Flow) -> torch.Tensor:
         return torch.empty(self._shape, dtype=self._config.pipeline_dtype, device=self._device)
@@ -211,6 +231,23 @@ class MegatronCompute:
         context, self._no_sync[number] = self._no_sync[number], None
         if context is not None:
             context.__exit__(None, None, None)
+
+
+def _lenders(instructions: Sequence[Instruction]) -> dict[tuple[int, int], tuple[int, int]]:
+    """For a B, the W that follows it, some of whose gradients hide the B's own reductions.
+
+    (chunk, microbatch) of both. Megatron hides them behind the same layer's weight gradient. Only
+    while the stage still has F's to run: later, others wait for the B, which takes longer so. A
+    chunk's last W, which completes gradients, comes later still.
+    """
+    runs = [one for one in instructions if isinstance(one, Run)]
+    forwards = [index for index, one in enumerate(runs) if one.what.kind is Kind.F]
+    steady = runs[: forwards[-1] if forwards else 0]
+    return {
+        (one.what.chunk, one.what.microbatch): (after.what.chunk, after.what.microbatch)
+        for one, after in pairwise(steady)
+        if (one.what.kind, after.what.kind, after.parts) == (Kind.B, Kind.W, 1)
+    }
 
 
 def _as_list(value: Any) -> list[Any]:

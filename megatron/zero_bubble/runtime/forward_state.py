@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron.zero_bubble import compat
 from megatron.zero_bubble.runtime.host_random import HostRandomStates
 
 __all__ = ["ForwardState"]
@@ -84,26 +85,17 @@ class _SetAsideMetrics:
     """MoE statistics of a batch that has begun before those of the last one are logged."""
 
     def __init__(self) -> None:
-        from megatron.core.transformer.moe import moe_logging
-
-        self._module = moe_logging
-        self._before = moe_logging.get_moe_metrics_tracker()
-        self._ahead = moe_logging.MoEMetricsTracker()
+        self._before = compat.moe_statistics()
+        self._ahead = compat.new_moe_statistics()
 
     def take_over(self) -> None:
-        self._module.set_moe_metrics_tracker(self._ahead)
+        compat.set_moe_statistics(self._ahead)
 
     def put_back(self) -> None:
-        self._module.set_moe_metrics_tracker(self._before)
+        compat.set_moe_statistics(self._before)
 
     def join(self) -> None:
-        tracker = self._module.get_moe_metrics_tracker()
-        for name, entry in self._ahead.metrics.items():
-            tracker.ensure_initialized(name, len(entry.values), entry.values.device)
-            present = tracker.metrics[name]
-            present.values += entry.values
-            present.reduce_group, present.avg_group = entry.reduce_group, entry.avg_group
-            present.needs_dp_avg = entry.needs_dp_avg
+        compat.add_moe_statistics(compat.moe_statistics(), self._ahead)
 
 
 def _buffers(

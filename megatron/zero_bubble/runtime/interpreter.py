@@ -36,8 +36,11 @@ class Compute(Protocol):
     ) -> torch.Tensor | None:
         """B of a chunk that is split, else the fused backward; the gradient of the input."""
 
-    def weight(self, chunk: int, microbatch: int) -> None:
-        """W."""
+    def recompute(self, chunk: int, microbatch: int) -> None:
+        """R: once more what F did not keep for B."""
+
+    def weight(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
+        """W, or one of the shares that it is cut into."""
 
     def buffer(self, flow: Flow) -> torch.Tensor:
         """An empty tensor for a message of this flow."""
@@ -120,13 +123,13 @@ class Interpreter:
 
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
-            case Run(what):
+            case Run(what, part, parts):
                 if self.recording is None:
-                    self._passes(what)
+                    self._passes(what, part, parts)
                 else:
                     self.recording.begin()
-                    self._passes(what)
-                    self.recording.end(what)
+                    self._passes(what, part, parts)
+                    self.recording.end(what, parts)
             case Receive(channel, microbatch, chunk):
                 buffer = self.compute.buffer(channel.flow)
                 self._posted[channel.flow, chunk, microbatch] = self.transport.receive(
@@ -145,14 +148,16 @@ class Interpreter:
                 if self.recording is not None:
                     self.recording.end("finalize")
 
-    def _passes(self, one: Pass) -> None:
+    def _passes(self, one: Pass, part: int, parts: int) -> None:
         match one.kind:
             case Kind.F:
                 self._forward(one.chunk, one.microbatch)
             case Kind.B:
                 self._backward(one.chunk, one.microbatch)
+            case Kind.R:
+                self.compute.recompute(one.chunk, one.microbatch)
             case Kind.W:
-                self.compute.weight(one.chunk, one.microbatch)
+                self.compute.weight(one.chunk, one.microbatch, part, parts)
             case Kind.BW:
                 self._backward(one.chunk, one.microbatch)
                 if one.chunk in self.split_chunks:

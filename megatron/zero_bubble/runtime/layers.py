@@ -74,6 +74,8 @@ class _SplitLinear(torch.autograd.Function):  # type: ignore[misc]
         (grad_output,) = grad_outputs
         input, _ = ctx.saved_tensors  # unpacked: autograd checks that the weight is what it was
         link: _Link = ctx.link
+        reduces = link.allreduce_dgrad or link.sequence_parallel
+        filler = link.store.take() if reduces else None
         # By the parameter, not its detached twin: whether torch folds a strided gradient into two
         # dimensions, and so how it rounds, depends on whether the matrix requires a gradient.
         grad_input = grad_output.matmul(link.parameter)
@@ -85,6 +87,8 @@ class _SplitLinear(torch.autograd.Function):  # type: ignore[misc]
             handle = megatron_layers.dist_reduce_scatter_func(
                 grad_input, whole, group=link.tp_group, async_op=True
             )
+        if filler is not None:
+            link.store.fill(filler)
         # Contiguous, so that what W keeps is this gradient and not the tensor it is a view of;
         # flat, because a bias gradient summed over two dimensions rounds differently from one.
         flat = grad_output.contiguous().view(-1, grad_output.shape[-1])
@@ -152,13 +156,15 @@ def split_linears(model: Iterable[torch.nn.Module], store: WeightGradStore) -> S
     whole: list[str] = []
     for chunk in model:
         ddp = next((m for m in chunk.modules() if isinstance(m, DistributedDataParallel)), None)
+        embedding = _embedding_weights(chunk)
         for parameter in chunk.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter not in embedding:
                 store.accumulate[parameter] = _accumulation(ddp, parameter)
+        tied = _outputs_that_embed(chunk)
         for name, module in chunk.named_modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module._forward_impl = types.MethodType(_forward_impl(store), module)
-                split.append(name)
+                (whole if name in tied else split).append(name)
             elif _has_matrix(module):
                 whole.append(name)
     return SplitReport(tuple(split), tuple(whole))
@@ -176,9 +182,35 @@ def _accumulation(ddp: DistributedDataParallel | None, parameter: torch.nn.Param
     return accumulate
 
 
+def _embedding_weights(chunk: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Weights that look up. If a linear layer of the chunk has one as well (tied embeddings with
+    multi-token prediction), autograd adds both gradients before they are accumulated: in B."""
+    return {
+        parameter
+        for module in chunk.modules()
+        if _is_embedding(module)
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+def _outputs_that_embed(chunk: torch.nn.Module) -> set[str]:
+    """Names of output layers whose weight is that of an embedding of the same chunk."""
+    return {
+        f"{name}.output_layer".removeprefix(".")
+        for name, module in chunk.named_modules()
+        if getattr(module, "share_embeddings_and_output_weights", False)
+        and hasattr(module, "embedding")
+        and hasattr(module, "output_layer")
+    }
+
+
+def _is_embedding(module: torch.nn.Module) -> bool:
+    return "Embedding" in type(module).__name__
+
+
 def _has_matrix(module: torch.nn.Module) -> bool:
     """Whether the module itself holds a matrix it multiplies by (an embedding only looks up)."""
-    return "Embedding" not in type(module).__name__ and any(
+    return not _is_embedding(module) and any(
         parameter.dim() > 1 and parameter.requires_grad
         for parameter in module.parameters(recurse=False)
     )

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -87,13 +88,24 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass(slots=True)
 class Recording:
-    """Notes the passes of one batch on one stage; the interpreter tells of them."""
+    """Notes the passes of one batch on one stage; the interpreter tells of them.
+
+    Shares of W's are noted as whole W's: as many shares that follow one another as one is cut into
+    make one, and the W whose shares begin first comes first. So what is read from the notes has the
+    passes of a schedule, each as often as it should, whatever order its shares have.
+    """
 
     clock: Clock
     held: Callable[[], int] | None = None
     """Bytes of activations held now, asked after each pass."""
     _passes: list[tuple[Pass, Any, Any, Any, int | None]] = field(default_factory=list)
     _phases: list[tuple[str, Any, Any]] = field(default_factory=list)
+    _cut: dict[Pass, None] = field(default_factory=dict)
+    """W's of which a share has run, in the order of the first ones."""
+    _wholes: int = 0
+    """How many of them are noted."""
+    _shares: list[Any] = field(default_factory=list)
+    """When each share of the next one to be noted began."""
     _begin: Any = None
     _ready: Any = None
 
@@ -105,8 +117,17 @@ class Recording:
         """The pass that has begun has got its message."""
         self._ready = self.clock.mark()
 
-    def end(self, what: Pass | str) -> None:
-        """A pass, or a phase of that name, has ended."""
+    def end(self, what: Pass | str, parts: int = 1) -> None:
+        """A pass, one of its ``parts`` shares, or a phase of that name, has ended."""
+        if parts > 1 and isinstance(what, Pass):
+            self._cut.setdefault(what)
+            self._shares.append(self._begin)
+            if len(self._shares) < parts:
+                return
+            self._begin = self._ready = self._shares[0]
+            self._shares.clear()
+            what = next(islice(self._cut, self._wholes, None))
+            self._wholes += 1
         now = self.clock.mark()
         if isinstance(what, str):
             self._phases.append((what, self._begin, now))

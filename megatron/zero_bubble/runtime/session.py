@@ -19,7 +19,9 @@ from megatron.zero_bubble.runtime.batch import Batch, BatchRequest
 from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
 from megatron.zero_bubble.runtime.interpreter import Compute, Interpreter, Observer
 from megatron.zero_bubble.runtime.layers import split_linears
+from megatron.zero_bubble.runtime.recomputation import Recomputations
 from megatron.zero_bubble.runtime.run_ahead import RunAhead
+from megatron.zero_bubble.runtime.tail import Tail
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.watching import Attendant, BatchRecord
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
@@ -64,6 +66,9 @@ class Session:
         self._prepared: set[int] = set()
         self._split: set[int] = set()
         self.store = WeightGradStore()
+        self.tail = Tail(self.store)
+        """The order of each iteration's last W's."""
+        self._recomputations = Recomputations()
         self.listeners: list[Callable[[BatchRecord], None]] = []
         """Called after every batch."""
         self.observer: Observer | None = None
@@ -83,8 +88,10 @@ class Session:
     def reschedule(self, build_schedule: BuildSchedule) -> None:
         """Run other schedules of the same placement from the next batch on, on all ranks alike."""
         self.ahead.discard()
+        self._recomputations.clear()
         self._build_schedule = build_schedule
         self._programs.clear()
+        self.tail.clear()
 
     def program(self, num_microbatches: int, stages: int, *, forward_only: bool) -> Program:
         """The program for a batch of this many microbatches, made once."""
@@ -183,10 +190,11 @@ class Session:
                 f"the schedule {program.name} has {arrangement.chunks_a_rank} chunks on a stage, "
                 f"the model has {len(models)}"
             )
+        if training:
+            self._prepare_once(models, program.instructions[stage], stage)
+            program = self.tail.reordered(program, models, stage)
         instructions = program.instructions[stage]
         last_stage, last_chunk = placement.owner(placement.num_positions - 1)
-        if training:
-            self._prepare_once(models, instructions, stage)
         # Not that of a parameter: a stage of an uneven layout may have none.
         device = torch.empty(0, device="cuda").device
         compute = MegatronCompute(
@@ -201,6 +209,7 @@ class Session:
             last_chunk=last_chunk if stage == last_stage else None,
             first_stage=placement.owner(0)[0] == stage,
             store=self.store,
+            recomputations=self._recomputations,
             options=options,
             across_stages=self.across_stages,
         )
@@ -326,8 +335,11 @@ class Session:
             torch.empty(0, device="cuda").device,
             self._wait_limit,
         )
+        config = get_model_config(models[0])
         tied = get_attr_wrapped_model(models[0], "share_embeddings_and_output_weights")
-        return AcrossStages(here, models, get_model_config(models[0]), tied=tied)
+        # Multi-token prediction embeds on the last stage, by a copy of the first stage's weight.
+        tied = tied or bool(getattr(config, "mtp_num_layers", None))
+        return AcrossStages(here, models, config, tied=tied)
 
     def _split_linears(self, models: list[torch.nn.Module], stage: int) -> None:
         report = split_linears(models, self.store)
@@ -380,13 +392,16 @@ def _announce(schedule: Schedule) -> None:
     if schedule.name.startswith(_SEARCHED):  # for times that are known, and told
         logger.info("pipeline schedule %s", schedule.name)
         return
-    timeline = simulate(schedule, Costs.uniform(schedule.placement, 1.0, 1.0, 1.0))
+    recomputes = any(schedule.chunks_with(Kind.R))
+    again = {"t_r": 1.0, "m_r": 0.0} if recomputes else {}
+    timeline = simulate(schedule, Costs.uniform(schedule.placement, 1.0, 1.0, 1.0, **again))
     logger.info(
-        "pipeline schedule %s: %d stages, %d microbatches; if F, B and W took equal time: bubble "
-        "rate %.1f%%, activations of at most %g microbatches on a stage",
+        "pipeline schedule %s: %d stages, %d microbatches; if %s took equal time: bubble "
+        "rate %.1f%%, all activations of at most %g microbatches on a stage",
         schedule.name or "from a file",
         schedule.num_stages,
         schedule.num_microbatches,
+        "F, B, W and recomputation" if recomputes else "F, B and W",
         100 * timeline.bubble_rate,
         max(timeline.peak_memory),
     )

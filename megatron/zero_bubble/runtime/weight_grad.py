@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
@@ -16,6 +18,19 @@ __all__ = ["PendingGradient", "WeightGradStore", "accumulate_into_grad"]
 
 Accumulate = Callable[[torch.Tensor], None]
 """Consumes a parameter's gradient for one microbatch, as the hook after a fused backward would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """An input that is being gathered over the ranks that share its sequence."""
+
+    total: torch.Tensor
+    handle: torch.distributed.Work
+
+    def wait(self) -> torch.Tensor:
+        """The whole input, once it is there (on a GPU: for what the stream runs from now on)."""
+        self.handle.wait()
+        return self.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +47,27 @@ class PendingGradient:
     gather_group: torch.distributed.ProcessGroup | None = None
     fused_accumulation: bool = False
 
-    def compute(self) -> torch.Tensor:
-        """The gradient, [out, in], in the parameter's dtype.
+    def start_gather(self, buffer: int) -> Gather | None:
+        """Begin to gather the input over the sequence-parallel ranks, into one of two buffers."""
+        if self.gather_group is None:
+            return None
+        shape = list(self.input.shape)
+        shape[0] *= self.gather_group.size()
+        name = f"zero-bubble-weight-{buffer}"
+        total = get_global_memory_buffer().get_tensor(shape, self.input.dtype, name)
+        handle = megatron_layers.dist_all_gather_func(
+            total, self.input, group=self.gather_group, async_op=True
+        )
+        return Gather(total, handle)
+
+    def compute(self, gather: Gather | None = None) -> torch.Tensor:
+        """The gradient, [out, in], in the parameter's dtype; ``gather`` is that of `start_gather`.
 
         Matmul first, addition after, as autograd has it: a matmul that accumulates rounds
         differently. With fused accumulation the kernel adds into ``main_grad`` itself and the
         result is a placeholder.
         """
-        total_input = self._gathered_input()
+        total_input = self.input if gather is None else gather.wait()
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
             self.grad_output.view(*total_input.shape[:-1], self.grad_output.shape[-1]), total_input
         )
@@ -56,14 +84,13 @@ class PendingGradient:
         self.parameter.grad_added_to_main_grad = True
         return self.parameter.detach().new_zeros(1).expand_as(self.parameter)
 
-    def _gathered_input(self) -> torch.Tensor:
-        if self.gather_group is None:
-            return self.input
-        shape = list(self.input.shape)
-        shape[0] *= self.gather_group.size()
-        total = get_global_memory_buffer().get_tensor(shape, self.input.dtype, "mpu")
-        megatron_layers.dist_all_gather_func(total, self.input, group=self.gather_group)
-        return total
+
+@dataclass(frozen=True, slots=True)
+class Filler:
+    """A weight gradient that is computed while something else moves between ranks."""
+
+    pending: PendingGradient
+    gather: Gather | None
 
 
 @dataclass(slots=True)
@@ -77,17 +104,30 @@ class WeightGradStore:
     accumulate: dict[torch.nn.Parameter, Accumulate] = field(default_factory=dict)
     deferring: bool = False
     """Whether split layers leave their weight gradients here, instead of computing them in B."""
+    lends: bool = True
+    """Whether a W's gradients may be computed within the B before it, see `lending`."""
+    share_of: dict[torch.nn.Parameter, int] = field(default_factory=dict)
+    """Which share of a W that is cut into shares a weight is in; the last, if it is not here."""
     peak: int = 0
-    """Most bundles held at once since the last `begin_iteration`."""
+    """Most bundles held at once since the last `begin_iteration`; one with shares done counts less.
+    """
     computed: int = 0
     """Weight gradients computed since the last `begin_iteration`."""
     _bundles: dict[tuple[int, int], deque[PendingGradient]] = field(default_factory=dict)
+    _done: dict[tuple[int, int], Fraction] = field(default_factory=dict)
+    """How much of a bundle whose W is cut into shares has run."""
     _open: deque[PendingGradient] | None = None
+    _lent: deque[PendingGradient] | None = None
+    _known: set[torch.nn.Parameter] = field(default_factory=set)
+    """Weights that have been in a whole bundle."""
+    _repeated: set[torch.nn.Parameter] = field(default_factory=set)
+    """Those that have been in one more than once."""
 
     def begin_iteration(self) -> None:
         """Forget what a failed iteration may have left, and count anew."""
         self._bundles.clear()
-        self._open = None
+        self._done.clear()
+        self._open = self._lent = None
         self.peak = self.computed = 0
 
     @contextmanager
@@ -109,7 +149,11 @@ class WeightGradStore:
         finally:
             self._open = None
         self._bundles[chunk, microbatch] = bundle
-        self.peak = max(self.peak, len(self._bundles))
+        uses = Counter(one.parameter for one in bundle)
+        self._known.update(uses)
+        self._repeated.update(one for one, count in uses.items() if count > 1)
+        held = len(self._bundles) - sum(self._done.values())
+        self.peak = max(self.peak, math.ceil(held))
 
     def put(self, pending: PendingGradient) -> None:
         """Called by a split layer's backward. Outside a B pass the gradient is due at once."""
@@ -118,13 +162,68 @@ class WeightGradStore:
         else:
             self._open.append(pending)
 
-    def pending(self, chunk: int, microbatch: int) -> tuple[PendingGradient, ...]:
-        """What the W pass of (chunk, microbatch) will compute, in order."""
-        return tuple(self._bundles[chunk, microbatch])
+    @contextmanager
+    def lending(self, chunk: int, microbatch: int) -> Iterator[None]:
+        """While a B pass runs that the W pass of (chunk, microbatch) follows: `take` takes from it.
 
-    def run(self, chunk: int, microbatch: int) -> None:
-        """The W pass: compute and accumulate all weight gradients of (chunk, microbatch)."""
-        self._run(self._bundles.pop((chunk, microbatch)))
+        It may be the W of the B that is `collecting`, which has to be open already.
+        """
+        self._lent = self._bundles.get((chunk, microbatch), self._open)
+        try:
+            yield
+        finally:
+            self._lent = None
+
+    def take(self) -> Filler | None:
+        """Something to compute while a reduction of B moves; None if nothing is lent.
+
+        A split layer calls it before it starts the reduction, since what is taken may have to be
+        gathered first, on the same line.
+        """
+        for index, one in enumerate(self._lent or ()):
+            # A gradient that is one of several to be added up is left to the W pass.
+            if one.parameter in self._known and one.parameter not in self._repeated:
+                assert self._lent is not None
+                del self._lent[index]
+                return Filler(one, one.start_gather(0))
+        return None
+
+    def fill(self, filler: Filler) -> None:
+        """Compute and accumulate what was taken."""
+        with torch.no_grad():
+            self.accumulate[filler.pending.parameter](filler.pending.compute(filler.gather))
+        self.computed += 1
+
+    def pending(self, chunk: int, microbatch: int) -> tuple[PendingGradient, ...]:
+        """What is left for the W pass of (chunk, microbatch) to compute, in order."""
+        return tuple(self._bundles.get((chunk, microbatch), ()))
+
+    @property
+    def known(self) -> frozenset[torch.nn.Parameter]:
+        """Weights whose gradients have been left to W passes, since there is a store."""
+        return frozenset(self._known)
+
+    def run(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
+        """The W pass: compute and accumulate all weight gradients of (chunk, microbatch).
+
+        With ``parts`` above 1, those of the weights that `share_of` puts into share ``part``. A
+        weight is in one share only, so its gradients in a microbatch are summed within one.
+        """
+        key = chunk, microbatch
+        if parts == 1:
+            self._run(self._bundles.pop(key))
+            return
+        bundle = self._bundles[key]
+        mine = deque(one for one in bundle if self._share(one, parts) == part)
+        self._bundles[key] = deque(one for one in bundle if self._share(one, parts) != part)
+        bundle.clear()  # what has been computed is freed as the share goes on
+        self._done[key] = self._done.get(key, Fraction(0)) + Fraction(1, parts)
+        if self._done[key] == 1:
+            del self._bundles[key], self._done[key]
+        self._run(mine)
+
+    def _share(self, one: PendingGradient, parts: int) -> int:
+        return min(self.share_of.get(one.parameter, parts - 1), parts - 1)
 
     def _run(self, bundle: deque[PendingGradient]) -> None:
         with torch.no_grad():
@@ -133,9 +232,15 @@ class WeightGradStore:
     def _compute_all(self, bundle: deque[PendingGradient]) -> None:
         uses_left = Counter(one.parameter for one in bundle)
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        buffer = 0
+        coming = bundle[0].start_gather(buffer) if bundle else None
         while bundle:
             one = bundle.popleft()
-            gradient = one.compute()
+            gather = coming
+            # The next input is gathered while this gradient is computed.
+            buffer = 1 - buffer
+            coming = bundle[0].start_gather(buffer) if bundle else None
+            gradient = one.compute(gather)
             self.computed += 1
             # A weight used twice in a microbatch is summed before it is accumulated, as autograd
             # sums it before the parameter's hook runs.
