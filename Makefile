@@ -2,7 +2,7 @@ PYTHON_RUN := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON_RUN) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-full lint format clean
+.PHONY: help setup demo test test-quick test-full test-versions lint format support-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -22,10 +22,19 @@ test-quick: setup ## unit tests only
 test-full: setup ## every test
 	$(PYTEST)
 
-lint: setup ## formatting, lint, types
+test-versions: setup ## what touches Megatron, against each supported version of it
+	$(PYTHON_RUN) tools/test_versions.py
+
+lint: setup ## formatting, lint, types; shell scripts and Dockerfile
 	$(PYTHON_RUN) -m ruff format --check .
 	$(PYTHON_RUN) -m ruff check .
 	$(PYTHON_RUN) -m mypy
+	$(PYTHON_RUN) tools/support_table.py --check
+	.venv/bin/shellcheck --external-sources .ci/run tools/*.sh examples/*/*.sh
+	.venv/bin/hadolint --failure-threshold style Dockerfile
+
+support-table: setup ## write docs/support.md, from the tests' registry
+	$(PYTHON_RUN) tools/support_table.py
 
 format: setup ## reformat, and mend what lint can mend
 	$(PYTHON_RUN) -m ruff format .

@@ -56,6 +56,7 @@ class Config:
     pp: int = 2
     tp: int = 1
     dp: int = 1
+    cp: int = 1
     tied: bool = False
     dropout: float = 0.0
     clip_grad: float = 1.0
@@ -74,12 +75,16 @@ class Config:
     spikes: tuple[Spike, ...] = ()
     happening: str = ""
     """See `happenings`; a reference has none."""
+    frozen: str = ""
+    """A pattern; parameters that have it in their name in the model do not train."""
+    model: tuple[str, ...] = ()
+    """More Megatron flags, for both sides, of those that say which model it is."""
     extra: tuple[str, ...] = ()
     """More Megatron flags, for both sides."""
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.dp * self.cp
 
     @property
     def num_microbatches(self) -> int:
@@ -103,6 +108,7 @@ class Config:
             sequence=self.sequence,
             clip_grad=0.0,
             microbatches=1,
+            model=self.model,
         )
 
     def flags(self) -> list[str]:
@@ -123,6 +129,7 @@ class Config:
             "hidden-dropout": self.dropout,
             "pipeline-model-parallel-size": self.pp,
             "tensor-model-parallel-size": self.tp,
+            "context-parallel-size": self.cp,
             "tokenizer-type": "NullTokenizer",
             "vocab-size": 127 if self.text is None else 257,
             "split": "90,5,5",
@@ -157,7 +164,7 @@ class Config:
         if not self.tied:
             switches.append("untie-embeddings-and-output-weights")
         words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-        return [*words, *(f"--{switch}" for switch in switches), *self.extra]
+        return [*words, *(f"--{switch}" for switch in switches), *self.model, *self.extra]
 
     def __str__(self) -> str:
         parts = [
@@ -166,10 +173,12 @@ class Config:
             f"pp{self.pp}",
             f"tp{self.tp}" if self.tp > 1 else "",
             f"dp{self.dp}" if self.dp > 1 else "",
+            f"cp{self.cp}" if self.cp > 1 else "",
             "tied" if self.tied else "untied",
             f"dropout{self.dropout}" if self.dropout else "",
             "clip" if self.clips else "noclip",
             "spikes" if self.spikes else "",
+            "frozen" if self.frozen else "",
             "text" if self.text else "",
         ]
         return "-".join(filter(None, parts))

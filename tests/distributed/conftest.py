@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.configs import Config
 from tests.distributed.harness import RUN_LIMIT_S, Result, Zygote
+from tests.versions import skip_without
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +41,7 @@ def reference(reference_zygote: Zygote, run_directory: Path) -> Callable[[Config
     results: dict[Config, Result | Exception] = {}
 
     def run(config: Config) -> Result:
+        skip_without(config.flags())
         if config not in results:
             try:
                 results[config] = reference_zygote.train(
@@ -85,6 +87,7 @@ def train(zygote: Zygote, run_directory: Path) -> Callable[..., Result]:
 
     def run(config: Config, schedule: str, *flags: str, limit_s: float = RUN_LIMIT_S) -> Result:
         nonlocal runs
+        skip_without([*config.flags(), *flags])
         runs += 1
         directory = run_directory / f"{runs:03d}-{Path(schedule).name}-{config}"
         return zygote.train(config, directory, ("--pipeline-schedule", schedule, *flags), limit_s)

@@ -19,6 +19,7 @@ __all__ = ["TRAINED", "Piece", "assemble", "named_parameters", "pieces"]
 TRAINED = ("main", "exp_avg", "exp_avg_sq", "step")
 """What a parameter has beside its own value, when Adam trains it."""
 LAYER = re.compile(r".*\bdecoder\.layers\.\d+(?=\.)")
+EXPERT = re.compile(r"(.*)\.experts\.local_experts\.(\d+)(?=\.)")
 
 
 class Piece(NamedTuple):
@@ -40,12 +41,16 @@ def pieces(model: list[Any], optimizer: Any) -> Iterator[Piece]:
 
     rank = parallel_state.get_tensor_model_parallel_rank()
     several = parallel_state.get_tensor_model_parallel_world_size() > 1
+    expert_rank = parallel_state.get_expert_tensor_parallel_rank()
+    several_experts = parallel_state.get_expert_tensor_parallel_world_size() > 1
     suffix = f"@tp{rank}" if several else ""
+    expert_suffix = f"@tp{expert_rank}" if several_experts else ""
     names: dict[Any, str] = {}
     for chunk in model:
         for name, parameter in named_parameters(chunk):
-            names[parameter] = name + suffix
-            yield _piece(f"{names[parameter]}/value", parameter.shape, 0, parameter)
+            names[parameter] = name + (expert_suffix if EXPERT.match(name) else suffix)
+            kind = "value" if parameter.requires_grad else "frozen"
+            yield _piece(f"{names[parameter]}/{kind}", parameter.shape, 0, parameter)
     for parameter, start, state, step in _trained(optimizer):
         name = names[parameter]
         for key, values in state.items():
@@ -88,10 +93,16 @@ def _piece(name: str, shape: Iterable[int], start: int, values: Any) -> Piece:
 
 
 def named_parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
-    """(name in the model, parameter) of a chunk, without what wrappers put before the name."""
+    """(name in the model, parameter) of a chunk, without what wrappers put before the name.
+
+    Layers and experts have their numbers in the model.
+    """
     modules = dict(chunk.named_modules())
     for name, parameter in chunk.named_parameters():
-        layer = LAYER.match(name)
+        layer, expert = LAYER.match(name), EXPERT.match(name)
+        if expert is not None:
+            number = modules[expert[1]].local_expert_indices[int(expert[2])]
+            name = f"{name[: expert.start(2)]}{number}{name[expert.end() :]}"
         if layer is not None:
             number = modules[layer[0]].layer_number - 1  # Megatron counts from 1
             name = f"decoder.layers.{number}{name[layer.end() :]}"

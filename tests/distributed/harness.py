@@ -6,11 +6,14 @@ with Zygote("reference", log_directory) as reference:
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import selectors
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -159,13 +162,15 @@ class Zygote:
             "argv": argv,
             "spikes": [asdict(one) for one in config.spikes],
             "happening": config.happening,
+            "frozen": config.frozen,
             "world_size": config.world_size,
             "directory": str(directory),
             "timeout_s": limit_s,
         }
         assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._answer(limit_s + 30)
+        with _turn():
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            return self._answer(limit_s + 30)
 
     def close(self) -> None:
         """End the process; ranks still running end with it."""
@@ -197,6 +202,15 @@ class Zygote:
             self._process.kill()
             raise TrainingFailed(f"the {self.kind} process {what}\n{_tail(self.log)}")
         return json.loads(line)
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """Runs of all test processes on this machine take turns: at once they would be slower than one
+    after the other, and miss their limits."""
+    with open(Path(tempfile.gettempdir()) / f"zero-bubble-tests-{os.getuid()}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def differences(expected: Result, actual: Result) -> Iterator[str]:

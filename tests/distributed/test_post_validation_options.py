@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.distributed.configs import Config
+from tests.distributed.features import FEATURES
 from tests.distributed.harness import Result
-from tests.distributed.test_options import OPTIONS as OF_ANY_RUN
 from tests.distributed.validated import FLAG, assert_validated
 
 type Synchronous = Callable[[Config, str], Result]
@@ -21,6 +21,14 @@ EXPERTS = (
     *("--moe-token-dispatcher-type", "alltoall"),
 )
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+OF_ANY_RUN = {
+    name: FEATURES[name].config
+    for name in (
+        *("fp16", "few_microbatches", "one_microbatch", "overlap", "overlap_unaligned"),
+        *("overlap_gather", "sequence", "recompute_uniform", "modern", "experts_allgather"),
+        *("context", "mtp", "stage_without_layers", "stage_without_parameters", "uneven_stages"),
+    )
+} | {"per_token_loss": Config(extra=("--calculate-per-token-loss",))}
 OWN = {
     "tied": Config(pp=3, layers=3, tied=True),
     "tied_replicas": Config(dp=2, tied=True, extra=("--overlap-grad-reduce",)),
@@ -42,7 +50,7 @@ DEFAULT = {
     ("tied", "zb-h2"),
     ("tied_replicas", "1f1b"),
     ("tied_tokens", "zb-v"),
-    ("sequence_parallelism", "zb-h2"),
+    ("sequence", "zb-h2"),
     ("sgd", "interleaved"),
     ("growing_batch", "zb-h2"),
 }

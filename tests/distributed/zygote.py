@@ -76,6 +76,7 @@ def _compile_builders() -> None:
 _IMPORTED_LATE = (
     "megatron.core.tokenizers.text.libraries",
     "megatron.training.checkpointing",
+    "tests.distributed.freezing",
     "tests.distributed.happenings",
     "tests.distributed.injection",
     "tests.distributed.recorder",
@@ -85,8 +86,11 @@ _IMPORTED_LATE = (
 
 
 def _is_ours(module: str) -> bool:
-    """Whether a reference must not have it: all of ours but CPU mode and the packages it is in."""
+    """Whether a reference must not have it: all of ours but CPU mode and the packages it is in,
+    and `compat`, which the script needs to call Megatron at all."""
     if module in ("megatron.zero_bubble", "megatron.zero_bubble.patches"):
+        return False
+    if module == "megatron.zero_bubble.compat":
         return False
     if module.startswith("megatron.zero_bubble.patches.cpu"):
         return False
@@ -154,12 +158,13 @@ def _be_rank(pretrain_gpt: types.ModuleType, request: dict[str, Any], rank: int)
         _redirect(directory / f"rank{rank}.log")
         faulthandler.register(signal.SIGUSR1)
         sys.argv = ["pretrain_gpt.py", *request["argv"]]
-        from tests.distributed import happenings, injection
+        from tests.distributed import freezing, happenings, injection
         from tests.distributed.recorder import Recorder
 
         recorder = Recorder()
         recorder.install()
         injection.install(request["spikes"])
+        freezing.install(request["frozen"])
         happenings.install(request["happening"], directory)
         try:
             pretrain_gpt.main()
