@@ -4,6 +4,9 @@
 #   tools/setup.sh            build, or return at once when nothing has changed
 #   tools/setup.sh --find     print the Python that would be used
 #   PYTHON=/path/to/python tools/setup.sh
+#   SYSTEM_TORCH=1 tools/setup.sh
+#                             keep the torch of that Python, with what was built against it (Apex,
+#                             Transformer Engine), as in NVIDIA's images; a .venv built so stays so
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,6 +15,15 @@ readonly STAMP=$VENV/setup.stamp       # written last: what the finished environ
 readonly UNFINISHED=$VENV/setup.unfinished
 readonly PROBE='import sys, venv, ensurepip; print(sys.version_info[0] * 100 + sys.version_info[1])'
 tried=()
+
+has_system_packages() {
+    grep -qs '^include-system-site-packages = true' "$VENV/pyvenv.cfg"
+}
+
+if has_system_packages; then
+    SYSTEM_TORCH=1
+fi
+readonly SYSTEM_TORCH=${SYSTEM_TORCH:-0}
 
 # Every Python worth asking, likeliest first. A name on PATH may be a shim that does not run, so a
 # candidate counts only once it has answered.
@@ -65,24 +77,44 @@ fi
 
 # The path belongs to it: neither a virtual environment nor an editable install can be moved.
 wanted=$(pwd && cat pyproject.toml setup.py requirements.txt tools/setup.sh | cksum)
+[[ $SYSTEM_TORCH == 0 ]] || wanted+=" with the system's torch"
 if [[ -f $STAMP && $(<"$STAMP") == "$wanted" ]] && "$VENV/bin/python" -c '' 2>/dev/null; then
     exit
 fi
 
 start=$SECONDS
-if [[ -f $UNFINISHED ]] || ! "$VENV/bin/python" -c "$PROBE" >/dev/null 2>&1; then
+if [[ -f $UNFINISHED ]] || ! "$VENV/bin/python" -c "$PROBE" >/dev/null 2>&1 ||
+    { [[ $SYSTEM_TORCH == 1 ]] && ! has_system_packages; }; then
     # Nothing of an interrupted install is worth trusting: start over.
     find_python
     echo "[1/3] $VENV with $("$python" --version) ($python)"
-    "$python" -m venv --clear "$VENV"
+    options=(--clear)
+    [[ $SYSTEM_TORCH == 0 ]] || options+=(--system-site-packages)
+    "$python" -m venv "${options[@]}" "$VENV"
 else
     echo "[1/3] $VENV exists, with $("$VENV/bin/python" --version)"
 fi
 touch "$UNFINISHED"
 rm -f "$STAMP"
 
-echo "[2/3] pinned requirements (torch and its CUDA libraries are several GB)"
-"$VENV/bin/python" -m pip install --disable-pip-version-check --requirement requirements.txt
+if [[ $SYSTEM_TORCH == 1 ]]; then
+    # No requirement may bring another torch: the system's own packages were built against this one.
+    # The system's own constraints are about its packages, which ours in .venv leave alone.
+    constraints=$(mktemp)
+    trap 'rm -f "$constraints"' EXIT
+    "$VENV/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' \
+        >"$constraints" || {
+        echo "SYSTEM_TORCH=1, but $("$VENV/bin/python" --version) there has no torch: unset it" >&2
+        exit 1
+    }
+    echo "[2/3] pinned requirements, with the system's $(<"$constraints")"
+    grep -v '^torch==' requirements.txt |
+        PIP_CONSTRAINT=$constraints "$VENV/bin/python" -m pip install --disable-pip-version-check \
+            --requirement /dev/stdin
+else
+    echo "[2/3] pinned requirements (torch and its CUDA libraries are several GB)"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --requirement requirements.txt
+fi
 
 echo "[3/3] this checkout"
 "$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps --no-build-isolation \

@@ -30,6 +30,7 @@ _COMMANDS = (
     "draw",
     "simulate",
     "export",
+    "doctor",
 )
 """In the order of ``zero-bubble --help``."""
 

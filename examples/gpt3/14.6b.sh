@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Train the zero-bubble paper's GPT of 14.6 billion parameters: 16 stages, 2 nodes of 8 GPUs.
+#
+#   MASTER_ADDR=node0 NODE_RANK=0 examples/gpt3/14.6b.sh
+#                                               on each of the 2 nodes, with its rank
+#   srun --nodes 2 --ntasks-per-node 8 examples/gpt3/14.6b.sh
+#                                               in an allocation of Slurm's; or see
+#                                               slurm_many_nodes.sh
+#   DRY_RUN=1 examples/gpt3/14.6b.sh           print the command and stop
+#
+# These are the paper's sizes; each can be set in the environment, as can what launch.sh lists.
+# Further arguments go to pretrain_gpt.py and win over those given here.
+set -euo pipefail
+
+NUM_LAYERS=${NUM_LAYERS:-46}
+HIDDEN_SIZE=${HIDDEN_SIZE:-5120}
+NUM_HEADS=${NUM_HEADS:-40}
+SEQ_LENGTH=${SEQ_LENGTH:-1024}
+PIPELINE_SIZE=${PIPELINE_SIZE:-16}
+MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-1}
+NUM_MICROBATCHES=${NUM_MICROBATCHES:-48} # in a batch, for each replica; the paper: 48, 64 and 128
+LR=${LR:-1e-4}
+
+# shellcheck source-path=SCRIPTDIR source=launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+launch "$@"

@@ -1,0 +1,390 @@
+"""The launch scripts: their commands are what Megatron takes, and Slurm's signals save the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.cpu_mode import checks_of
+from tests.unit.fake_slurm import install
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "examples" / "gpt3"
+MODELS = {"1.5b": 8, "6.2b": 8, "14.6b": 16, "28.3b": 32}
+"""Ranks of one replica."""
+BATCH = {"slurm_one_node.sh": ("1.5b", 8), "slurm_many_nodes.sh": ("28.3b", 32)}
+"""Model and ranks of each batch script, as it stands."""
+TOY = {
+    "NUM_LAYERS": "2",
+    "HIDDEN_SIZE": "16",
+    "NUM_HEADS": "2",
+    "SEQ_LENGTH": "16",
+    "VOCAB_SIZE": "64",
+    "PIPELINE_SIZE": "2",
+    "NUM_MICROBATCHES": "2",
+    "MICRO_BATCH_SIZE": "1",
+    "EVAL_ITERS": "0",
+    "LOG_INTERVAL": "1",
+    "ZERO_BUBBLE_DEVICE": "cpu",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+VALIDATED = checks_of("tests.unit.example_checks", alone=True)
+
+
+def script(name: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with nothing in the environment but this."""
+    return subprocess.run(
+        [SCRIPTS / name, *words],
+        env={"PATH": "/usr/bin:/bin"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def dry_run(name: str, *words: str, **environment: str) -> tuple[dict[str, str], list[str]]:
+    """(variables, words) of the last command that the script would run."""
+    done = script(name, *words, DRY_RUN="1", **environment)
+    assert done.returncode == 0, done.stderr
+    command = shlex.split(done.stdout.splitlines()[-1])
+    variables = {}
+    while "=" in command[0]:
+        variable, _, value = command.pop(0).partition("=")
+        variables[variable] = value
+    return variables, command
+
+
+def flags(command: list[str]) -> list[str]:
+    (at,) = [place for place, word in enumerate(command) if word.endswith("pretrain_gpt.py")]
+    assert Path(command[at]) == ROOT / "pretrain_gpt.py"
+    return command[at + 1 :]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_paper_s_sizes(model: str) -> None:
+    """Those of its Table 5, as validated by Megatron for the least number of ranks."""
+    rows = json.loads((ROOT / "zero_bubble/data/paper_table5.json").read_text())["rows"]
+    row = next(one for one in rows if one["model"].lower() == model)
+    args = VALIDATED("validated", flags=flags(dry_run(f"{model}.sh")[1]), ranks=MODELS[model])
+    assert args["num_layers"] == row["layers"]
+    assert args["hidden_size"] == row["hidden"]
+    assert args["num_attention_heads"] == row["heads"]
+    assert args["seq_length"] == row["seq"]
+    assert args["micro_batch_size"] == row["microbatch_size"]
+    assert args["pipeline_model_parallel_size"] == row["stages"] == MODELS[model]
+    assert args["global_batch_size"] == row["microbatch_size"] * row["microbatches"]
+    # The ends of the model have a layer less than other stages.
+    assert args["account_for_embedding_in_pipeline_split"]
+    assert args["account_for_loss_in_pipeline_split"]
+    billions = (12 * row["layers"] * row["hidden"] ** 2 + 50304 * row["hidden"]) / 1e9
+    assert billions == pytest.approx(float(model[:-1]), rel=0.015)
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_batch_scripts_start_a_model_by_srun(name: str) -> None:
+    model, ranks = BATCH[name]
+    done = script(name, "--seed", "7", DRY_RUN="1")
+    srun = shlex.split(done.stdout.splitlines()[0])
+    nodes = int(srun[srun.index("--nodes") + 1])
+    assert nodes * int(srun[srun.index("--ntasks-per-node") + 1]) == ranks
+    assert srun[-3:] == [str(SCRIPTS / f"{model}.sh"), "--seed", "7"]
+    variables, command = dry_run(name, "--seed", "7")
+    assert "torch.distributed.run" not in command
+    assert variables["WORLD_SIZE"] == str(ranks)
+    args = VALIDATED("validated", flags=flags(command), ranks=ranks)
+    assert args["seed"] == 7
+    assert args["exit_signal_handler"]
+    assert args["save"] == args["load"]
+    assert args["save_interval"] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "environment", "expected"),
+    [
+        (
+            "1.5b.sh",
+            16,
+            {"TENSOR_SIZE": "2"},
+            {
+                "sequence_parallel": True,
+                "data_parallel_size": 1,
+                "use_distributed_optimizer": False,
+            },
+        ),
+        (
+            "6.2b.sh",
+            32,
+            {"NNODES": "4", "SAVE": "/tmp/none"},
+            {
+                "data_parallel_size": 4,
+                "global_batch_size": 4 * 3 * 24,
+                "use_distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "dist_ckpt_optim_fully_reshardable": True,
+            },
+        ),
+        (
+            "14.6b.sh",
+            16,
+            {"PIPELINE_SCHEDULE": "auto", "SAVE": "/tmp/none"},
+            {"pipeline_schedule": "auto", "save": "/tmp/none"},
+        ),
+        ("1.5b.sh", 8, {"PIPELINE_SCHEDULE": "megatron"}, {"pipeline_schedule": "megatron"}),
+        ("1.5b.sh", 8, {"PIPELINE_SCHEDULE": "zb-v"}, {"pipeline_schedule": "zb-v"}),
+        ("1.5b.sh", 2, TOY | {"GPUS_PER_NODE": "2"}, {"num_layers": 2, "data_parallel_size": 1}),
+        ("laptop.sh", 2, {}, {"num_layers": 4}),
+    ],
+)
+def test_what_variables_change(
+    name: str, ranks: int, environment: dict[str, str], expected: dict[str, Any]
+) -> None:
+    args = VALIDATED("validated", flags=flags(dry_run(name, **environment)[1]), ranks=ranks)
+    assert {key: args[key] for key in expected} == expected
+
+
+def test_torchrun_on_one_node_and_on_many() -> None:
+    command = dry_run("1.5b.sh")[1]
+    assert command[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "8", "--standalone"]
+    command = dry_run("28.3b.sh", NODE_RANK="3", MASTER_ADDR="first")[1]
+    assert "--standalone" not in command
+    starts = {"--nnodes": "4", "--node-rank": "3", "--master-addr": "first"}
+    for flag, value in starts.items():
+        assert command[command.index(flag) + 1] == value
+
+
+def test_srun_s_task_is_a_rank(tmp_path: Path) -> None:
+    slurm = install(tmp_path) | {"SLURM_STEP_NUM_TASKS": "16"}
+    variables, command = dry_run("1.5b.sh", **slurm, SLURM_PROCID="0", SLURM_LOCALID="0")
+    assert variables.items() >= {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}.items()
+    assert variables["MASTER_ADDR"] == "localhost"
+    assert "--use-distributed-optimizer" in command
+    assert script("1.5b.sh", **slurm, SLURM_PROCID="5", DRY_RUN="1").stdout == ""
+    # One task a node, each with a torchrun.
+    assert "torch.distributed.run" in dry_run("1.5b.sh", **slurm, LAUNCHER="torchrun")[1]
+
+
+@pytest.mark.parametrize(("tensor", "given", "expected"), [
+    ("1", None, "32"),
+    ("1", "8", "8"),
+    ("2", None, "1"),
+    ("2", "8", "1"),  # Megatron refuses anything else
+])  # fmt: skip
+def test_hardware_queues(tensor: str, given: str | None, expected: str) -> None:
+    environment = {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given}
+    variables, _ = dry_run("1.5b.sh", TENSOR_SIZE=tensor, **environment)
+    assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
+    assert variables["ZERO_BUBBLE_DEVICE"] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "said"),
+    [
+        ("28.3b.sh", {}, "4 nodes: run it on each of them with MASTER_ADDR"),
+        ("28.3b.sh", {"NNODES": "1"}, "8 ranks are no multiple of PIPELINE_SIZE 32 x"),
+        ("1.5b.sh", {"GPUS_PER_NODE": "6", "NNODES": "2"}, "run it on each of them"),
+        (
+            "1.5b.sh",
+            {"GPUS_PER_NODE": "12", "NNODES": "1"},
+            "12 ranks are no multiple of PIPELINE_SIZE 8 x",
+        ),
+        ("1.5b.sh", {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: use torchrun, srun or auto"),
+        ("1.5b.sh", {"LAUNCHER": "srun"}, "LAUNCHER=srun is for a script that srun has started"),
+        ("slurm_one_node.sh", {"MODEL": "9b"}, "choose 1.5b, 6.2b, 14.6b or 28.3b"),
+        ("slurm_one_node.sh", {"REPOSITORY": "/"}, "/ is not the repository"),
+    ],
+)
+def test_mistakes(name: str, environment: dict[str, str], said: str) -> None:
+    done = script(name, PYTHON="/bin/false", **environment)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+KNOWN = {
+    "job-name", "nodes", "gpus-per-node", "ntasks-per-node", "cpus-per-task", "exclusive", "mem",
+    "time", "output", "open-mode", "signal", "requeue",
+}  # fmt: skip
+"""Options of sbatch, from its manual."""
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_directives(name: str) -> None:
+    lines = (SCRIPTS / name).read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:]), (
+        "Slurm stops reading there"
+    )
+    options = {}
+    for line in lines[:first]:
+        if line.startswith("#SBATCH"):
+            match = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line)
+            assert match is not None, line
+            assert match[1] not in options
+            options[match[1]] = match[2]
+    assert options.keys() <= KNOWN
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    assert int(options["nodes"]) * int(options["gpus-per-node"]) == BATCH[name][1]
+    assert "%j" in options["output"], "a log for each job"
+    assert "/" not in options["output"], "Slurm makes no directories"
+    assert options["open-mode"] == "append", "or a restart would overwrite its log"
+    assert "requeue" in options
+    to_shell = re.fullmatch(r"B:(\w+)@(\d+)", options["signal"])
+    assert to_shell is not None
+    assert f"' {to_shell[1]}\n" in (SCRIPTS / "slurm_job.sh").read_text(), "nobody traps it"
+    assert int(to_shell[2]) >= 300, "seconds to save in"
+
+
+def closure(name: str) -> str:
+    """A script and what it sources, without comments."""
+    text = re.sub(r"(^|\s)#.*", r"\1", (SCRIPTS / name).read_text())
+    sourced = re.findall(r"^source .*/(\w+\.sh)\"$", text, re.MULTILINE)
+    return "\n".join([text, *map(closure, sourced)])
+
+
+SHELL_S_OWN = {"BASH_SOURCE", "HOSTNAME", "PWD"}
+
+
+@pytest.mark.parametrize("name", [*BATCH, *(f"{model}.sh" for model in MODELS), "laptop.sh"])
+def test_no_script_names_what_it_does_not_set(name: str) -> None:
+    """In words, in sums, by ${!name}; whether or not a dry run comes by."""
+    text = closure(name)
+    assert "set -euo pipefail" in text
+    bare = re.sub(r"\$\{\w+:[-?]", "", text)  # has a default, or an error of its own
+    used = set(re.findall(r"\$\{?!?([A-Za-z_]\w*)", bare))
+    for sum_ in re.findall(r"\(\(([^\n]*?)\)\)", text):
+        words = re.sub(r"\$\{[^}]*\}|\$\w+", "", sum_)
+        used |= set(re.findall(r"[A-Za-z_]\w*", words))
+    set_ = set(re.findall(r"(?:^|[\s'(])(\w+)\+?=", text, re.MULTILINE))
+    set_ |= set(re.findall(r"\bfor (\w+) in", text)) | set(re.findall(r"read -ra (\w+)", text))
+    for declared in re.findall(r"\blocal ([\w ]+?)$", text, re.MULTILINE):
+        set_ |= set(declared.split())
+    assert used - set_ <= SHELL_S_OWN
+
+
+class Job:
+    """A batch script as Slurm would run it: a copy, elsewhere, with Slurm's programs on PATH."""
+
+    def __init__(self, directory: Path, repository: Path, **environment: str) -> None:
+        self.directory = directory
+        directory.mkdir()
+        self.script = directory / "slurm_script"
+        shutil.copy(SCRIPTS / "slurm_one_node.sh", self.script)
+        self.environment = (
+            install(directory)
+            | {"SLURM_SUBMIT_DIR": str(repository), "SAVE": str(directory / "checkpoints")}
+            | environment
+        )
+        self.log = directory / "log"
+
+    def start(self, *words: str, **environment: str) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [self.script, *words],
+                env=self.environment | environment,
+                cwd=self.directory,
+                stdout=log,
+                stderr=log,
+            )
+
+    def wait_for(self, text: str, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while text not in self.log.read_text():
+            assert process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < end, f"no {text!r} in {seconds} s"
+            time.sleep(0.05)
+
+    @property
+    def requeued(self) -> list[str]:
+        path = self.directory / "requeued"
+        return path.read_text().split() if path.exists() else []
+
+
+TINY = """#!/usr/bin/env bash
+trap 'echo "$SLURM_PROCID saved to $SAVE"; exit 0' TERM
+echo "$SLURM_PROCID of $SLURM_STEP_NUM_TASKS at $MASTER_ADDR:$MASTER_PORT, $EXIT_SIGNAL_HANDLER, $*"
+[[ $1 == train ]] || exit "$1"
+for ((i = 0; i < 600; i++)); do sleep 0.1; done
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Job:
+    """A job of a model that only waits for its signal."""
+    repository = tmp_path / "repository"
+    shutil.copytree(SCRIPTS, repository / "examples" / "gpt3")
+    model = repository / "examples" / "gpt3" / "tiny.sh"
+    model.write_text(TINY)
+    model.chmod(0o755)
+    return Job(tmp_path / "job", repository, MODEL="tiny")
+
+
+def test_before_its_time_is_over_a_job_saves_and_goes_back_into_the_queue(tiny: Job) -> None:
+    job = tiny.start("train")
+    for rank in "01":
+        tiny.wait_for(f"{rank} of 2 at localhost:24711, 1, train", job)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(60) == 0
+    log = tiny.log.read_text()
+    assert f"0 saved to {tiny.directory}/checkpoints" in log
+    assert f"1 saved to {tiny.directory}/checkpoints" in log
+    assert tiny.requeued == ["4711"]
+
+
+def test_a_job_that_ends_does_not_go_back_into_the_queue(tiny: Job) -> None:
+    assert tiny.start("0").wait(60) == 0
+    assert tiny.start("3").wait(60) == 3
+    assert tiny.requeued == []
+
+
+def test_a_job_goes_back_into_the_queue_so_many_times(tiny: Job) -> None:
+    job = tiny.start("train", SLURM_RESTART_COUNT="2", MAX_REQUEUES="2")
+    tiny.wait_for("1 of 2", job)
+    tiny.wait_for("0 of 2", job)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(60) == 0
+    assert "MAX_REQUEUES=2 is reached" in tiny.log.read_text()
+    assert tiny.requeued == []
+
+
+@pytest.mark.slow
+def test_a_real_run_goes_on_after_its_signal(tmp_path: Path) -> None:
+    """The script of a model, two CPU ranks: signal, checkpoint, and the second part of the job."""
+    job = Job(tmp_path / "job", ROOT, MODEL="1.5b", **TOY, HOME=str(tmp_path))
+    first = job.start(TRAIN_ITERS="100000")
+    job.wait_for("iteration        3/", first, seconds=240)
+    first.send_signal(signal.SIGUSR1)
+    assert first.wait(120) == 0, job.log.read_text()[-3000:]
+    assert job.requeued == ["4711"]
+    saved = int((tmp_path / "job/checkpoints/latest_checkpointed_iteration.txt").read_text())
+    assert saved >= 3
+    second = job.start(TRAIN_ITERS=str(saved + 2), SLURM_RESTART_COUNT="1")
+    assert second.wait(240) == 0, job.log.read_text()[-3000:]
+    after = job.log.read_text().split("back into the queue")[1]
+    assert f"at iteration {saved}" in after
+    assert re.search(rf"iteration +{saved + 1}/", after)
+    assert not re.search(rf"iteration +{saved}/", after)
+    assert job.requeued == ["4711"]
+
+
+@pytest.mark.slow
+def test_a_real_run_by_torchrun(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [SCRIPTS / "6.2b.sh", "--seed", "3"],
+        env=os.environ | TOY | {"GPUS_PER_NODE": "2", "TRAIN_ITERS": "2"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"iteration +2/ +2", done.stdout)
