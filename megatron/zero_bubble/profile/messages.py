@@ -125,7 +125,7 @@ def messages_of(session: Session, request: BatchRequest, device: torch.device) -
     """Measure messages, and clocks, between two batches; None before the first one."""
     from megatron.core.utils import get_model_config
 
-    from megatron.zero_bubble.runtime.session import message_shape
+    from megatron.zero_bubble.runtime.batch import message_shape
 
     if session.transport is None:  # not connected yet
         return None

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.zero_bubble.arrangement import Arrangement
 from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.runtime.across_stages import AcrossStages, Neighbourhood
-from megatron.zero_bubble.runtime.batch import Batch, BatchRequest
+from megatron.zero_bubble.runtime.batch import Batch, BatchRequest, groups_of, message_shape
 from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
 from megatron.zero_bubble.runtime.interpreter import Compute, Interpreter, Observer
 from megatron.zero_bubble.runtime.layers import split_linears
@@ -33,7 +32,7 @@ from zero_bubble.program import Instruction, Program, Run, channels_between
 from zero_bubble.schedule import Kind, Schedule
 from zero_bubble.simulate import simulate
 
-__all__ = ["Session", "message_shape"]
+__all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +178,7 @@ class Session:
                 "the model's config has variable_seq_lengths, but stages exchange tensors of one "
                 "shape: use --pipeline-schedule megatron"
             )
-        groups = _groups(request)
+        groups = groups_of(request)
         arrangement, training = self._arrangement, not options.forward_only
         placement, stage = arrangement.placement, arrangement.stage_of(groups.pp.rank())
         program = self.program(
@@ -268,7 +267,7 @@ class Session:
 
     def pipeline(self) -> tuple[int, tuple[int, ...]]:
         """This stage, and the global rank of every stage of this pipeline."""
-        group = _groups(self._last_request).pp
+        group = groups_of(self._last_request).pp
         return (
             self._arrangement.stage_of(group.rank()),
             self._arrangement.by_stage(dist.get_process_group_ranks(group)),
@@ -331,7 +330,7 @@ class Session:
             self._arrangement.placement,
             stage,
             ranks,
-            dist.get_backend(_groups(self._last_request).pp),
+            dist.get_backend(groups_of(self._last_request).pp),
             torch.empty(0, device="cuda").device,
             self._wait_limit,
         )
@@ -366,26 +365,6 @@ class Session:
                 wait_limit=self._wait_limit,
             )
         return self.transport
-
-
-def message_shape(request: BatchRequest) -> tuple[int, ...]:
-    """Of the activations that stages exchange for a batch."""
-    groups = _groups(request)
-    return tuple(
-        schedules.get_tensor_shapes(
-            seq_length=request.seq_length,
-            micro_batch_size=request.micro_batch_size,
-            decoder_seq_length=request.decoder_seq_length,
-            config=get_model_config(request.models[0]),
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )[0]
-    )
-
-
-def _groups(request: BatchRequest | None) -> ProcessGroupCollection:
-    given = None if request is None else request.groups
-    return given or ProcessGroupCollection.use_mpu_process_groups()
 
 
 def _announce(schedule: Schedule) -> None:
