@@ -107,11 +107,6 @@ OPTIONS = {
         ("zb-v", "zb-interleaved"),
     ),
 }
-DEFAULT = {
-    ("overlapped_distributed_optimizer", "zb-v"),
-    ("per_token_loss", "zb-v"),
-}
-"""The default tier; the others are slow."""
 
 
 @pytest.mark.parametrize(
@@ -121,7 +116,7 @@ DEFAULT = {
             config,
             schedule,
             id=f"{name}-{schedule}",
-            marks=() if (name, schedule) in DEFAULT else pytest.mark.slow,
+            marks=pytest.mark.slow,  # the default tier has such options in `test_features`
         )
         for name, (config, schedules) in OPTIONS.items()
         for schedule in schedules

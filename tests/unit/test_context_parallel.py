@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron.zero_bubble.local_job import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_two_ranks_attend_as_one(tmp_path: Path) -> None:
     run_ranks(
         [str(Path(__file__).with_name("context_parallel_rank.py"))],
