@@ -109,15 +109,11 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow  # the default tier has such options in `test_features`
 @pytest.mark.parametrize(
     ("config", "schedule"),
     [
-        pytest.param(
-            config,
-            schedule,
-            id=f"{name}-{schedule}",
-            marks=pytest.mark.slow,  # the default tier has such options in `test_features`
-        )
+        pytest.param(config, schedule, id=f"{name}-{schedule}")
         for name, (config, schedules) in OPTIONS.items()
         for schedule in schedules
     ],
