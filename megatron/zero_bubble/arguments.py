@@ -192,6 +192,7 @@ def validate(args: Any) -> Placement | None:
     args.pipeline_schedule = given or MEGATRON
     args.zero_bubble_positions = None
     check_recomputation(args)
+    _check_buckets(args)
     if args.pipeline_schedule == MEGATRON:
         check_auto(args, None)
         check_post_validation(args, None)
@@ -235,12 +236,44 @@ def validate(args: Any) -> Placement | None:
         )
     if _splits(schedule):
         _check_local_layers(args, flag)
+    _check_saving(args)
     check_auto(args, schedule.placement)
     check_post_validation(args, schedule.placement)
     set_layers(args, flag, schedule.placement)
     if (reasons := bit_identical_order(schedule)) and getattr(args, "rank", 0) == 0:
         logger.warning("%s is legal, but not bit-identical to 1F1B: %s", flag, reasons[0])
     return schedule.placement
+
+
+def _check_buckets(args: Any) -> None:
+    flag = "--zero-bubble-bucket-all-stages"
+    if not getattr(args, "zero_bubble_bucket_all_stages", False):
+        return
+    if args.pipeline_schedule == MEGATRON:
+        raise ConfigurationError(
+            f"{flag} needs one of this project's schedules, but --pipeline-schedule is megatron: "
+            f"choose another, or leave {flag} out"
+        )
+    if not getattr(args, "overlap_grad_reduce", False):
+        raise ConfigurationError(
+            f"{flag} cuts gradients into buckets that are reduced while others are computed: add "
+            f"--overlap-grad-reduce, or leave {flag} out"
+        )
+    if getattr(args, "overlap_param_gather_with_optimizer_step", False):
+        raise ConfigurationError(
+            f"{flag} does not work with --overlap-param-gather-with-optimizer-step, which has "
+            "buckets of its own: leave one of them out"
+        )
+
+
+def _check_saving(args: Any) -> None:
+    tied = not getattr(args, "untie_embeddings_and_output_weights", True)
+    if tied and getattr(args, "mtp_num_layers", None) and getattr(args, "save", None) is not None:
+        raise ConfigurationError(
+            f"--save {args.save}: Megatron cannot save a model with --mtp-num-layers "
+            f"{args.mtp_num_layers} and tied embeddings on several stages: add "
+            "--untie-embeddings-and-output-weights, or leave --save out"
+        )
 
 
 def _check_local_layers(args: Any, flag: str) -> None:

@@ -141,7 +141,7 @@ FEATURES: dict[str, Feature] = {
             "auto": Promise(
                 "rejected",
                 "--distribute-saved-activations",
-                "in CPU mode",
+                "in CPU mode, where bytes are counted by what autograd saves",
             )
         },
     ),
@@ -214,6 +214,7 @@ FEATURES: dict[str, Feature] = {
                 "untested", why="not run here: Megatron cannot save such a model on several stages"
             )
         },
+        note="Trains, and `--save` is refused: Megatron cannot save it on several stages",
     ),
     "mtp_validated": Feature(
         "Multi-token prediction, post-validation",
@@ -230,6 +231,11 @@ FEATURES: dict[str, Feature] = {
     "frozen_embedding": Feature("Frozen embeddings", "Models", _config(frozen="embedding")),
     "frozen_first_stage": Feature(
         "A frozen first stage", "Models", _config(frozen=r"embedding|^decoder\.layers\.[01]\.")
+    ),
+    "frozen_recomputed": Feature(
+        "A frozen first stage, recomputation",
+        "Models",
+        _config(*FULL, "uniform", frozen=r"embedding|^decoder\.layers\.[01]\."),
     ),
     "frozen_but_norms": Feature("All frozen but norms", "Models", _config(frozen="^(?!.*norm)")),
     # Precision

@@ -137,5 +137,6 @@ def left_to_megatron() -> None:
         checkpoint(torch.square, True, one)
         with torch.no_grad():
             checkpoint(torch.square, False, one)
-    assert calls == [False, True, False]
+        checkpoint(torch.square, False, one.detach())  # behind frozen parameters
+    assert calls == [False, True, False, False]
     recomputations.run(0, 0)

@@ -304,6 +304,36 @@ def test_what_only_transformer_engine_has_is_not_split(
     validate(arguments(pipeline_schedule="1f1b", **given))
 
 
+BUCKETS = {"zero_bubble_bucket_all_stages": True, "overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"pipeline_schedule": "megatron"}, "choose another, or leave"),
+        ({"overlap_grad_reduce": False}, "add --overlap-grad-reduce, or leave"),
+        ({"overlap_param_gather_with_optimizer_step": True}, "leave one of them out"),
+    ],
+)
+def test_buckets_without_a_use(changes: dict[str, Any], remedy: str) -> None:
+    fine = {"pipeline_schedule": "zb-h1"} | BUCKETS
+    validate(arguments(**fine))
+    message = complaint(**(fine | changes))
+    assert message.startswith("--zero-bubble-bucket-all-stages ")
+    assert remedy in message
+
+
+def test_a_model_that_megatron_cannot_save() -> None:
+    tied = {"mtp_num_layers": 1, "untie_embeddings_and_output_weights": False, "save": "there"}
+    assert complaint(pipeline_schedule="zb-h1", **tied) == (
+        "--save there: Megatron cannot save a model with --mtp-num-layers 1 and tied embeddings on "
+        "several stages: add --untie-embeddings-and-output-weights, or leave --save out"
+    )
+    untied = {"untie_embeddings_and_output_weights": True}
+    for change in (untied, {"save": None}, {"mtp_num_layers": None}):
+        validate(arguments(pipeline_schedule="zb-h1", **(tied | change)))
+
+
 def test_an_order_that_changes_the_bits_runs_and_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -245,3 +245,26 @@ def test_what_is_not_loaded_does_not_matter() -> None:
     assert unportable_format(LINEAR2, V2, state, "GLOBAL", release=True) is None
     without = arguments(2, 4, no_save_optim=True)
     assert unportable_format(LINEAR2, without, state, "GLOBAL", release=False) is None
+
+
+@pytest.mark.parametrize(
+    ("had", "has", "remedy"),
+    [
+        (
+            True,
+            False,
+            "was saved with --zero-bubble-bucket-all-stages, ",
+        ),
+        (False, True, "was saved without --zero-bubble-bucket-all-stages, "),
+    ],
+)
+def test_a_checkpoint_of_other_buckets(had: bool, has: bool, remedy: str) -> None:
+    def run(buckets: bool) -> Namespace:
+        return ours(linear(2), 4, zero_bubble_bucket_all_stages=buckets)
+
+    message = complaint(run(had), run(has))
+    assert message is not None
+    assert remedy in message
+    assert f": {'add' if had else 'leave out'} --zero-bubble-bucket-all-stages" in message
+    assert complaint(run(had), run(had)) is None
+    assert complaint(run(had), run(has), "torch") is None

@@ -116,13 +116,13 @@ def test_auto_makes_r_unless_told_otherwise(capsys: Capture, tmp_path: Path) -> 
     assert "limit 2" in capsys.readouterr().out
 
 
-def test_named_schedules_recompute_within_b_unless_told_otherwise(capsys: Capture) -> None:
+def test_named_schedules_recompute_in_a_pass_unless_told_otherwise(capsys: Capture) -> None:
     flags = ["schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--m-r", "0.1"]
-    assert main([*flags, "--t-r", "2"]) == 0
+    assert main([*flags, "--t-r", "2", "--recompute", "in-backward"]) == 0
     # F F, then 1f1b's last stage: F (R B W) twice, and (R B W) of the first.
     within = capsys.readouterr().out
     assert "cost 15 ms" in within
-    assert main([*flags, "--t-r", "2", "--recompute", "pass"]) == 0
+    assert main([*flags, "--t-r", "2"]) == 0
     out = capsys.readouterr().out
     assert "0F0 0F1 0R0 0B0 0R1 0B1" in out
     assert "cost 13 ms" in out
@@ -165,8 +165,8 @@ def test_compare_and_simulate_take_costs_of_recomputation(capsys: Capture) -> No
     flags = ["simulate", "zb-h1", *SIZE, "--m-r", "0.1", "--jitter", "0", "--repeats", "2"]
     costs = Costs.uniform(linear(4), 1, 1, 1, t_r=1, m_r=0.1)
     for more, schedule in (
-        ([], build("zb-h1", 4, 6)),
-        (["--recompute", "pass"], with_recomputation(build("zb-h1", 4, 6))),
+        (["--recompute", "in-backward"], build("zb-h1", 4, 6)),
+        ([], with_recomputation(build("zb-h1", 4, 6))),
     ):
         assert main([*flags, *more]) == 0
         assert f"{simulate(schedule, costs).cost:.6g}" in capsys.readouterr().out

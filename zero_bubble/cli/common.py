@@ -240,14 +240,12 @@ def add_recompute(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute",
         choices=_RECOMPUTE,
-        help="with costs of recomputation (--m-r): within B, or as a pass R of its own (for auto "
-        "pass, for names in-backward)",
+        help="with costs of recomputation (--m-r): as a pass R of its own, as --pipeline-schedule "
+        "has it (pass), or within B",
     )
 
 
-def recomputes_in_a_pass(
-    arguments: argparse.Namespace, costs: Costs, default: str = "in-backward"
-) -> bool:
+def recomputes_in_a_pass(arguments: argparse.Namespace, costs: Costs) -> bool:
     """Whether schedules are to have R's; UsageError for the flag where nothing is recomputed."""
     where: str | None = getattr(arguments, "recompute", None)
     if where is not None and costs.t_r is None:
@@ -255,7 +253,7 @@ def recomputes_in_a_pass(
             f"--recompute {where} needs costs of recomputation: --m-r and --t-r, or t_r and m_r in "
             "the file of --costs"
         )
-    return costs.t_r is not None and (where or default) == "pass"
+    return costs.t_r is not None and where != "in-backward"
 
 
 def has_cost_flags(arguments: argparse.Namespace) -> bool:

@@ -103,7 +103,7 @@ def _found(arguments: argparse.Namespace, refused: dict[str, ValueError]) -> Ite
             placement = arrange(arguments.stages)
             costs = costs_of(arguments, placement)
             limits = [factor * placement.num_stages * sum(row) for row in costs.m_b]
-            within = not recomputes_in_a_pass(arguments, costs, "pass")
+            within = not recomputes_in_a_pass(arguments, costs)
             problem = Problem.of(
                 placement, costs, arguments.microbatches, limits, recompute_in_backward=within
             )

@@ -18,7 +18,13 @@ from zero_bubble.simulate import Timeline
 __all__ = ["add_reduction", "reduction_table"]
 
 _BUCKETS = 8
-_HEADER = ("exposed reduction, ms", "iteration", "reordered", "mean of stages", "reordered")
+_HEADER = (
+    "exposed reduction, ms",
+    "iteration (behind a barrier)",
+    "W's reordered",
+    "mean of the stages",
+    "W's reordered",
+)
 
 
 def add_reduction(parser: argparse.ArgumentParser) -> None:

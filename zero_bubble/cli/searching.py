@@ -107,7 +107,7 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
     limits = memory_limits(text, placement, costs)
     if arguments.microbatches < 1:
         raise UsageError(f"--microbatches {arguments.microbatches}: at least 1 is needed")
-    within = not recomputes_in_a_pass(arguments, costs, "pass")
+    within = not recomputes_in_a_pass(arguments, costs)
     try:
         return Problem(placement, costs, arguments.microbatches, limits, within)
     except ValueError as error:

@@ -89,6 +89,9 @@ def unportable_format(
     return None if sharding in portable else sharding
 
 
+BUCKETS = "--zero-bubble-bucket-all-stages"
+
+
 def refuse_other_layout(args: Any, saved: Any, load_dir: str, unportable: str) -> None:
     """Stop if this run holds the model on other ranks or in other chunks than the checkpoint.
 
@@ -101,9 +104,11 @@ def refuse_other_layout(args: Any, saved: Any, load_dir: str, unportable: str) -
     if all(one is None for one in positions):
         return
     was, now = layout_of(saved), layout_of(args)
-    if was == now:
-        return
     flag = "--load" if load_dir == getattr(args, "load", None) else "--pretrained-checkpoint"
+    if was == now:
+        if unportable != FILES_OF_RANKS:
+            _refuse_other_buckets(args, saved, f"{flag} {load_dir}", unportable)
+        return
     schedule = getattr(saved, "pipeline_schedule", None)
     command = "the command that saved it"
     if schedule is not None:
@@ -127,6 +132,17 @@ def refuse_other_layout(args: Any, saved: Any, load_dir: str, unportable: str) -
         f"{flag} {load_dir} was saved with {was.words(now)}, this run has {now.words(was)}, and "
         f"{what}, which fits only the layout it was saved with. {remedies}"
     )
+
+
+def _refuse_other_buckets(args: Any, saved: Any, load: str, unportable: str) -> None:
+    had, has = (getattr(one, "zero_bubble_bucket_all_stages", False) for one in (saved, args))
+    if had != has:
+        raise ConfigurationError(
+            f"{load} was saved {'with' if had else 'without'} {BUCKETS}, and its optimizer state "
+            f"is in the format {unportable}, which is laid out by buckets: "
+            f"{'add' if had else 'leave out'} {BUCKETS}. A run that trains with "
+            "--dist-ckpt-optim-fully-reshardable saves checkpoints that fit both"
+        )
 
 
 type Chunk = tuple[str, ...]

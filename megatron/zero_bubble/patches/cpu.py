@@ -130,6 +130,13 @@ def apply_argument_defaults(args: Namespace) -> None:
                 f"{flag} (given: {value}) needs a GPU and this run is in CPU mode: "
                 f"drop the flag, or set {DEVICE_VARIABLE}=cuda"
             )
+    window = getattr(args, "window_size", None)
+    if getattr(args, "context_parallel_size", 1) > 1 and window is not None:
+        raise ValueError(
+            f"--window-size {window} does not work with --context-parallel-size "
+            f"{args.context_parallel_size} in CPU mode, whose stand-in for attention over parts "
+            "of a sequence knows no window: leave one of them out"
+        )
     changed = {k: v for k, v in ARGUMENTS.items() if getattr(args, k, v) != v}
     backend = getattr(args, "attention_backend", None)
     if backend is not None and backend.name not in ("unfused", "local"):

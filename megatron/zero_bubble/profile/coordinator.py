@@ -21,7 +21,7 @@ from typing import Self
 
 from megatron.zero_bubble.profile.board import Board
 from megatron.zero_bubble.profile.search import Search, SearchFailed
-from zero_bubble.amount import amount
+from zero_bubble.amount import in_bytes
 from zero_bubble.costs import Costs
 from zero_bubble.export.json_io import ScheduleFile
 from zero_bubble.placement import Placement
@@ -205,7 +205,7 @@ class Coordinator:
             "" if costs.t_r is None else f", R {_span(costs.t_r)}",
             _span([[ms for _, _, ms in costs.t_edges]], ".3g"),
             _bytes_span(costs.m_b),
-            "" if costs.m_r is None else f", before R {_bytes_span(costs.m_r)}",
+            "" if costs.m_r is None else f", {_bytes_span(costs.m_r)} of it before R",
         )
         if before is None:  # what lies there was found for another profile
             self._keep("schedule.json", lambda path: path.unlink(missing_ok=True))
@@ -382,5 +382,5 @@ def _span(table: Iterable[Iterable[float]], form: str = ".2f") -> str:
 
 def _bytes_span(table: Iterable[Iterable[float]]) -> str:
     sums = [sum(row) for row in table]
-    least, most = amount(min(sums)), amount(max(sums))
+    least, most = in_bytes(min(sums)), in_bytes(max(sums))
     return least if least == most else f"{least} to {most}"

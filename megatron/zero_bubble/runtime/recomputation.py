@@ -55,8 +55,12 @@ def recomputable(checkpoint: Checkpoint) -> Checkpoint:
     """Megatron's ``checkpoint``, which an F that is followed by an R leaves to that R."""
 
     def checkpoint_for_r(function: Any, distribute_saved_activations: bool, *inputs: Any) -> Any:
-        # Spread over tensor-parallel ranks, inputs are put together again by Megatron's backward.
-        if _collected is None or distribute_saved_activations or not torch.is_grad_enabled():
+        # Behind frozen parameters no backward comes; spread over tensor-parallel ranks, inputs are
+        # put together again by Megatron's.
+        needed = torch.is_grad_enabled() and any(
+            torch.is_tensor(one) and one.requires_grad for one in inputs
+        )
+        if _collected is None or distribute_saved_activations or not needed:
             return checkpoint(function, distribute_saved_activations, *inputs)
         return _Recomputed.apply(function, *inputs)
 

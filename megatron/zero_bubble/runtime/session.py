@@ -350,7 +350,15 @@ class Session:
             )
         logger.info("stage %d: %d linear layers give B and W apart", stage, len(report.split))
         if report.whole:
-            logger.warning("stage %d: W stays in B for %s", stage, ", ".join(report.whole))
+            embeds = any(name.endswith("output_layer") for name in report.whole)
+            logger.warning(
+                "stage %d: W stays in B for %s%s",
+                stage,
+                ", ".join(report.whole),
+                " (whose weight embeds as well; --untie-embeddings-and-output-weights splits it)"
+                if embeds
+                else "",
+            )
 
     def _connected(
         self, program: Program, group: dist.ProcessGroup, device: torch.device
@@ -384,3 +392,9 @@ def _announce(schedule: Schedule) -> None:
         100 * timeline.bubble_rate,
         max(timeline.peak_memory),
     )
+    if recomputes:
+        logger.info(
+            "activations are computed again in passes of their own (R), and stay until W; "
+            "--zero-bubble-recompute in-backward leaves that in B, --pipeline-schedule auto with a "
+            "memory limit holds less of them"
+        )
