@@ -95,6 +95,7 @@ def test_weight_decay_in_the_gradient(kind: str, inner: str) -> None:
     check("check_as_a_plain_step", kind=kind, decoupled=False, **settings)
 
 
+@pytest.mark.slow
 def test_shards_of_two_ranks(tmp_path: Path) -> None:
     run_ranks(
         [str(Path(__file__).with_name("rollback_rank.py"))],
