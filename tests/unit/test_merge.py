@@ -92,6 +92,14 @@ def test_recomputation_is_a_pass_of_its_own_where_all_ranks_timed_it() -> None:
     assert (without.t_r, without.m_r) == (None, None)
 
 
+def test_a_stage_with_nothing_to_compute_again_takes_no_time_for_it() -> None:
+    """Its R's are left out by a search; those of the other stages are not forgotten for that."""
+    times = {Kind.F: (1.0,), Kind.B: (2.0,), Kind.W: (3.0,), Kind.R: (0.5,)}
+    reports = [report(0, 0), report(1, 1, times=times, m_r=(7.0,))]
+    costs = merge(TWO, reports, JOB).costs
+    assert (costs.t_r, costs.m_r) == (((0.0,), (0.5,)), ((100.0,), (7.0,)))
+
+
 def test_room_that_no_rank_knows_stays_unknown() -> None:
     assert merge(TWO, [report(0, 0), report(1, 1)], JOB).room == (None, None)
 

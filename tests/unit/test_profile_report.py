@@ -50,6 +50,11 @@ def test_only_kinds_that_every_chunk_has() -> None:
     assert RankReport.of(0, 0, 2, [batch]).times == {F: (1.0, 2.0)}
 
 
+def test_a_chunk_without_recomputation_beside_one_with_it_takes_no_time_for_it() -> None:
+    report = RankReport.of(0, 0, 2, [{(F, 0): [1.0], (F, 1): [1.0], (Kind.R, 1): [0.5, 0.7]}])
+    assert report.times == {F: (1.0, 1.0), Kind.R: (0.0, 0.6)}
+
+
 def test_passes_that_take_no_time() -> None:
     report = RankReport.of(0, 0, 1, [{(F, 0): [0.0, 0.0]}])
     assert (report.times, report.outliers, report.worst) == ({F: (0.0,)}, 0, 1.0)

@@ -86,6 +86,9 @@ def test_memory_of_a_chunk_that_recomputes() -> None:
     row = passes("0F0 10, 1F0 11, 1R0 15, 1I0 13, 1W0 10, 0R0 100, 0I0 60, 0W0 0")
     assert chunk_memory(row, 2) == ((100.0, 5.0), (60.0, 3.0), (10.0, 1.0))
     assert chunk_memory(passes("0F0 100, 0I0 60, 0W0 0"), 1).m_r == ()
+    # Chunk 0 has no layers: it keeps its output, and has no R.
+    row = passes("0F0 5, 1F0 15, 1R0 105, 1I0 65, 1W0 5, 0I0 0, 0W0 0")
+    assert chunk_memory(row, 2).m_r == (5.0, 10.0)
 
 
 def test_room_on_a_cpu_is_divided_among_the_ranks_of_the_host(

@@ -61,7 +61,8 @@ def merge(
     edges = _edges(by_stage)
     if not edges and before is not None:
         edges = before.costs.t_edges
-    recomputed = all(Kind.R in one.times for row in by_stage.values() for one in row)
+    # A stage without R's beside those with them, one without layers say, computes nothing again.
+    recomputed = any(Kind.R in one.times for row in by_stage.values() for one in row)
     costs = Costs(
         t_f=slowest(Kind.F),
         t_b=slowest(Kind.B),
@@ -69,7 +70,7 @@ def merge(
         # Of different ranks' figures the M_W may be the larger.
         m_b=tuple(tuple(map(max, *rows)) for rows in zip(m_b, m_w, m_r, strict=True)),
         m_w=m_w,
-        t_r=slowest(Kind.R) if recomputed else None,
+        t_r=_recomputation(placement, by_stage) if recomputed else None,
         m_r=m_r if recomputed else None,
         t_edges=edges,
     )
@@ -85,6 +86,16 @@ def merge(
         room=room,
         iteration_ms=statistics.median(iterations) if iterations else 0.0,
     )
+
+
+def _recomputation(placement: Placement, by_stage: Mapping[int, Sequence[RankReport]]) -> Table:
+    """The slowest R of each chunk; 0 where there is none."""
+
+    def times(one: RankReport) -> tuple[float, ...]:
+        return one.times.get(Kind.R, (0.0,) * placement.num_chunks(one.stage))
+
+    stages = range(placement.num_stages)
+    return tuple(_largest([times(one) for one in by_stage[stage]]) for stage in stages)
 
 
 def outlier_line(reports: Sequence[RankReport]) -> str | None:

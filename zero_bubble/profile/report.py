@@ -68,10 +68,15 @@ class RankReport:
         times: dict[Kind, tuple[float, ...]] = {}
         outliers, worst = 0, 1.0
         for kind in Kind:
-            if any((kind, chunk) not in batches[0] for chunk in range(chunks)):
+            ran = [chunk for chunk in range(chunks) if (kind, chunk) in batches[0]]
+            # A chunk without R's beside one with them has nothing to compute again.
+            if not ran or (len(ran) < chunks and kind is not Kind.R):
                 continue
             medians = []
             for chunk in range(chunks):
+                if chunk not in ran:
+                    medians.append(0.0)
+                    continue
                 median = statistics.median(statistics.median(one[kind, chunk]) for one in batches)
                 medians.append(median)
                 ratios = [time / median for one in batches for time in one[kind, chunk] if median]

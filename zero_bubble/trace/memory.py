@@ -20,7 +20,7 @@ class ChunkMemory(NamedTuple):
     m_b: tuple[float, ...]
     m_w: tuple[float, ...]
     m_r: tuple[float, ...] = ()
-    """Empty unless every chunk has R's."""
+    """Empty without R's; a chunk that has none beside others that do keeps all, M_B."""
 
 
 def chunk_memory(row: Sequence[TracedPass], chunks: int) -> ChunkMemory:
@@ -45,7 +45,7 @@ def chunk_memory(row: Sequence[TracedPass], chunks: int) -> ChunkMemory:
         m_w = max(-statistics.median(changes[Kind.W, chunk] or [-m_b]), 0.0)
         whole.append(float(max(m_b, m_w)))
         part.append(float(m_w))
-    recomputed = all(changes[Kind.R, chunk] for chunk in range(chunks))
+    recomputed = any(changes[Kind.R, chunk] for chunk in range(chunks))
     return ChunkMemory(tuple(whole), tuple(part), tuple(map(float, kept)) if recomputed else ())
 
 
