@@ -1,11 +1,14 @@
-"""Schedules for tests, made without the builders."""
+"""Schedules for tests, most of them made without the builders."""
 
 from __future__ import annotations
 
 import random
 
+from hypothesis import strategies as st
+
+from zero_bubble.builders import BUILDERS, build
 from zero_bubble.costs import Costs, Table
-from zero_bubble.placement import Placement
+from zero_bubble.placement import Placement, interleaved, linear, v_shape
 from zero_bubble.schedule import Kind, Pass, Schedule
 
 
@@ -90,4 +93,19 @@ def random_costs(placement: Placement, seed: int) -> Costs:
         t_bw=table(0, 9) if draw.random() < 0.5 else None,
         t_comm=draw.uniform(0, 1),
         t_edges=tuple(edges),
+    )
+
+
+def any_schedules(microbatches: int, known_microbatches: int) -> st.SearchStrategy[Schedule]:
+    """Random orders of any placement with at most so many microbatches, and known schedules."""
+    placements = st.one_of(
+        st.builds(linear, st.integers(1, 4)),
+        st.builds(v_shape, st.integers(1, 3)),
+        st.builds(interleaved, st.integers(2, 3), st.just(2)),
+        st.just(Placement(((3, 0), (1, 4), (5, 2)))),
+    )
+    known = st.integers(2, 4), st.integers(1, known_microbatches)
+    return st.one_of(
+        st.builds(random_order, placements, st.integers(1, microbatches), st.integers(0, 10**6)),
+        st.builds(build, st.sampled_from(list(BUILDERS)), *known),
     )

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.orders import all_forwards_first, random_costs, random_order
-from zero_bubble.builders import BUILDERS, build
+from tests.unit.orders import all_forwards_first, any_schedules, random_costs
+from zero_bubble.builders import build
 from zero_bubble.costs import Costs
 from zero_bubble.lower import lower
 from zero_bubble.period import period_behind_barrier, period_with_run_ahead
-from zero_bubble.placement import Placement, interleaved, linear, v_shape
+from zero_bubble.placement import linear
 from zero_bubble.program import Run
 from zero_bubble.run_ahead import run_ahead
 from zero_bubble.schedule import Kind, Pass, Schedule
@@ -107,20 +107,7 @@ class LongestPaths:
 
 @settings(max_examples=60)
 @given(
-    schedule=st.one_of(
-        st.builds(
-            random_order,
-            st.one_of(
-                st.builds(linear, st.integers(1, 4)),
-                st.builds(v_shape, st.integers(1, 3)),
-                st.builds(interleaved, st.integers(2, 3), st.just(2)),
-                st.just(Placement(((3, 0), (1, 4), (5, 2)))),
-            ),
-            st.integers(1, 3),
-            st.integers(0, 10**6),
-        ),
-        st.builds(build, st.sampled_from(list(BUILDERS)), st.integers(2, 4), st.integers(1, 5)),
-    ),
+    schedule=any_schedules(3, 5),
     seed=st.integers(0, 10**6),
     step=st.floats(0, 5),
     commit=st.floats(0, 5),

@@ -8,29 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.orders import parse, random_order
-from zero_bubble.builders import BUILDERS, build
+from tests.unit.orders import any_schedules, parse
+from zero_bubble.builders import build
 from zero_bubble.check_program import check_program
 from zero_bubble.lower import lower
-from zero_bubble.placement import Placement, interleaved, linear, v_shape
+from zero_bubble.placement import linear, v_shape
 from zero_bubble.program import Program, Run
 from zero_bubble.schedule import Kind, Pass, Schedule
 from zero_bubble.tail import reorder_row, reorder_tail
 
-ANY = st.one_of(
-    st.builds(
-        random_order,
-        st.one_of(
-            st.builds(linear, st.integers(1, 4)),
-            st.builds(v_shape, st.integers(1, 3)),
-            st.builds(interleaved, st.integers(2, 3), st.just(2)),
-            st.just(Placement(((3, 0), (1, 4), (5, 2)))),
-        ),
-        st.integers(1, 4),
-        st.integers(0, 10**6),
-    ),
-    st.builds(build, st.sampled_from(list(BUILDERS)), st.integers(2, 4), st.integers(1, 6)),
-)
+ANY = any_schedules(4, 6)
 
 
 def drawn(program: Program) -> str:
