@@ -54,10 +54,12 @@ class Tail:
         Not for the first batch with W's: only then it is known which weights they compute, and
         Megatron does not reduce its gradients early either.
         """
-        if not (self.enabled and self.store.known and _is_replicated()):
+        if not self.enabled:
             return program
         key = program.num_microbatches
         if key not in self._programs:
+            if not (self.store.known and _is_replicated()):
+                return program
             self._programs[key] = self._reordered(program, models, stage)
         return self._programs[key]
 
