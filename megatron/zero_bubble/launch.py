@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron.zero_bubble import ending
 from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.patches import cpu
 
@@ -20,6 +21,7 @@ SPEAKER_FIRST_SECONDS = 5.0
 
 def install() -> None:
     """Install everything, once a process; a version that cannot work ends it with one message."""
+    ending.install()
     try:
         choice = device_flag(sys.argv[1:])
         if choice is not None:
