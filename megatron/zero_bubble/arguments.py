@@ -11,6 +11,7 @@ from typing import Any
 from megatron.zero_bubble.auto_arguments import AUTOMATIC, add_auto_arguments, check_auto
 from megatron.zero_bubble.chunk_arguments import chunks_asked_for, set_layers
 from megatron.zero_bubble.errors import ConfigurationError
+from megatron.zero_bubble.layer_arguments import check_layers
 from megatron.zero_bubble.post_validation_arguments import (
     add_post_validation_arguments,
     check_post_validation,
@@ -191,6 +192,7 @@ def validate(args: Any) -> Placement | None:
         given = "zb-h1"
     args.pipeline_schedule = given or MEGATRON
     args.zero_bubble_positions = None
+    args.zero_bubble_delays = False
     check_recomputation(args)
     _check_buckets(args)
     if args.pipeline_schedule == MEGATRON:
@@ -229,18 +231,15 @@ def validate(args: Any) -> Placement | None:
             f"(--iterations-to-skip {' '.join(map(str, skipped))}) only with one: leave it out, or "
             "choose a schedule with one chunk, such as zb-h1"
         )
-    if _splits(schedule) and args.transformer_impl != "local":
-        raise ConfigurationError(
-            f"{flag} splits the backward pass of Megatron's local layers, but "
-            f"--transformer-impl is {args.transformer_impl}: add --transformer-impl local"
-        )
+    reasons = bit_identical_order(schedule)
     if _splits(schedule):
-        _check_local_layers(args, flag)
+        disorder = str(reasons[0]) if reasons else None
+        args.zero_bubble_delays = check_layers(args, flag, disorder=disorder)
     _check_saving(args)
     check_auto(args, schedule.placement)
     check_post_validation(args, schedule.placement)
     set_layers(args, flag, schedule.placement)
-    if (reasons := bit_identical_order(schedule)) and getattr(args, "rank", 0) == 0:
+    if reasons and getattr(args, "rank", 0) == 0:
         logger.warning("%s is legal, but not bit-identical to 1F1B: %s", flag, reasons[0])
     return schedule.placement
 
@@ -274,22 +273,6 @@ def _check_saving(args: Any) -> None:
             f"{args.mtp_num_layers} and tied embeddings on several stages: add "
             "--untie-embeddings-and-output-weights, or leave --save out"
         )
-
-
-def _check_local_layers(args: Any, flag: str) -> None:
-    """What only Transformer Engine's layers can do, cannot be done by a schedule that splits."""
-    from megatron.zero_bubble.patches import cpu  # torch, which arguments can be checked without
-
-    given = {"--fp8-format": getattr(args, "fp8", None), "--fp4-format": getattr(args, "fp4", None)}
-    if args.context_parallel_size > 1 and not cpu.installed():  # CPU mode has a stand-in
-        given["--context-parallel-size"] = args.context_parallel_size
-    for other, value in given.items():
-        if value:
-            raise ConfigurationError(
-                f"{flag} splits the backward pass of Megatron's local layers, but {other} {value} "
-                "needs those of Transformer Engine: leave it out, or use --pipeline-schedule 1f1b "
-                "with --transformer-impl transformer_engine"
-            )
 
 
 def _chunks(args: Any) -> int | None:

@@ -12,6 +12,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from typing import Any, Protocol
+from unittest import mock
 
 __all__ = ["Check", "checks_of"]
 
@@ -22,22 +23,34 @@ class Check(Protocol):
     def __call__(self, function: str, /, **arguments: Any) -> Any: ...
 
 
-def checks_of(module: str, *, alone: bool = False) -> Check:
+def checks_of(module: str, *, alone: bool = False, engine: bool = False) -> Check:
     """Runs functions of ``module`` in the one process in CPU mode, which starts when first used.
 
-    ``alone``: in a process of its own, for those that change Megatron.
+    ``alone``: in a process of its own, for those that change Megatron. ``engine``: in one where
+    Megatron finds the stand-in for Transformer Engine.
     """
 
     def check(function: str, /, **arguments: Any) -> Any:
-        return _process(module if alone else "").submit(_call, module, function, arguments).result()
+        process = _process(module if alone or engine else "", engine)
+        return process.submit(_call, module, function, arguments).result()
 
     return check
 
 
 @cache
-def _process(_user: str) -> ProcessPoolExecutor:
+def _process(_user: str, engine: bool) -> ProcessPoolExecutor:
     """Shared by all tests of a user, since importing Megatron takes seconds; ends with pytest."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_start)
+    start = _start_with_engine if engine else _start
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=start)
+
+
+def _start_with_engine() -> None:
+    from megatron.zero_bubble.patches import cpu
+    from tests.unit import stand_in_te
+
+    stand_in_te.install()
+    with mock.patch.object(cpu, "_block_cuda_packages"):
+        _start()
 
 
 def _start() -> None:

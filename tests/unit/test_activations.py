@@ -144,15 +144,14 @@ class _Scale(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.left.append(Left(torch.nn.Parameter(weight), x.detach(), gradients[0]))
+        ctx.left.append(Left((torch.nn.Parameter(weight),), (x.detach(), gradients[0])))
         return gradients[0] * weight, None, None
 
 
 @dataclass(frozen=True)
 class Left:
-    parameter: torch.nn.Parameter
-    input: torch.Tensor
-    grad_output: torch.Tensor
+    parameters: tuple[torch.nn.Parameter, ...]
+    held: tuple[torch.Tensor, ...]
 
 
 @dataclass

@@ -200,7 +200,7 @@ def test_what_works_comes_with_what_to_know() -> None:
     assert "not been tested" not in of(LAPTOP)["training on CPUs"].why
     assert "tested on CPUs only" in of(NODE)["training on GPUs"].why
     engine = replace(NODE, imported=NODE.imported | {"transformer_engine.pytorch"})
-    assert "not split yet" in of(engine)["layers that split B and W"].why
+    assert "Transformer Engine from 2.8 on" in of(engine)["layers that split B and W"].why
     unbound = replace(NODE, devices=(BLACKWELL,), environment={})
     assert of(unbound)["tensor parallelism on GPUs"].works
 

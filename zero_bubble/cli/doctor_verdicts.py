@@ -175,7 +175,7 @@ def _split_layers(facts: Facts) -> Verdict:
     engine = "transformer_engine.pytorch" in facts.imported
     why = "Megatron's local ones: --transformer-impl local"
     if engine:
-        why += "; those of Transformer Engine are not split yet"
+        why += "; or those of Transformer Engine from 2.8 on, which have not been run yet"
     return Verdict(part, True, why)
 
 

@@ -62,11 +62,17 @@ def _ours_first(original: Callable[..., Any]) -> Callable[..., Any]:
     # Not when arguments are parsed: with --use-checkpoint-args sizes come from the checkpoint.
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **options: Any) -> Any:
+        if getattr(args, "zero_bubble_delays", False):
+            args.delay_wgrad_compute = False  # set below, when they were validated before
         try:
             placement_of_run = validate(args)
             placement.use(None if placement_of_run is None else arrange(placement_of_run))
         except ValueError as error:
             stop(error)
-        return original(args, *rest, **options)
+        validated = original(args, *rest, **options)
+        if args.zero_bubble_delays:
+            # Not before: Megatron's own use of it has conditions that are not ours.
+            args.delay_wgrad_compute = True
+        return validated
 
     return validate_args

@@ -139,14 +139,12 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class Pending(Protocol):
-    """What one layer leaves for W; `runtime.weight_grad.PendingGradient` is such a thing."""
+    """What one layer leaves for W; `runtime.weight_grad.Pending` is such a thing."""
 
     @property
-    def parameter(self) -> torch.nn.Parameter: ...
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]: ...
     @property
-    def input(self) -> torch.Tensor: ...
-    @property
-    def grad_output(self) -> torch.Tensor: ...
+    def held(self) -> tuple[torch.Tensor, ...]: ...
 
 
 @dataclass(slots=True)
@@ -202,9 +200,9 @@ class CountedCompute:
 
     def _hold_pending(self, chunk: int, microbatch: int) -> None:
         self._between_b_and_w[chunk, microbatch] = [
-            self.counter.hold(tensor, self.counter.part_of(one.parameter))
+            self.counter.hold(tensor, self.counter.part_of(one.parameters[0]))
             for one in self.pending(chunk, microbatch)
-            for tensor in (one.input, one.grad_output)
+            for tensor in one.held
         ]
 
     def weight(self, chunk: int, microbatch: int, part: int = 0, parts: int = 1) -> None:

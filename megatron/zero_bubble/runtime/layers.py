@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
+from megatron.zero_bubble.runtime.delayed_layers import delays, leave_to
 from megatron.zero_bubble.runtime.weight_grad import (
     Accumulate,
     PendingGradient,
@@ -146,7 +147,9 @@ def split_linears(model: Iterable[torch.nn.Module], store: WeightGradStore) -> S
 
     Covers Megatron's local ColumnParallelLinear and RowParallelLinear wherever they are, and so
     GPTModel's output layer, which layer specs do not reach. The change is an attribute of each
-    instance; without deferral a layer behaves as its class does. Calling it again is harmless.
+    instance; without deferral a layer behaves as its class does. Transformer Engine's layers are
+    split where they were built to delay their weight gradient, and then leave it to ``store`` in
+    every backward pass (`delayed_layers`). Calling it again is harmless.
 
     Returns:
         Names of the layers that were split, and of other modules with a weight matrix, whose
@@ -165,6 +168,9 @@ def split_linears(model: Iterable[torch.nn.Module], store: WeightGradStore) -> S
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module._forward_impl = types.MethodType(_forward_impl(store), module)
                 (whole if name in tied else split).append(name)
+            elif delays(module):
+                leave_to(store, module, ddp)
+                split.append(name)
             elif _has_matrix(module):
                 whole.append(name)
     return SplitReport(tuple(split), tuple(whole))

@@ -16,8 +16,10 @@ from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.runtime.across_stages import AcrossStages, Neighbourhood
 from megatron.zero_bubble.runtime.batch import Batch, BatchRequest, groups_of, message_shape
 from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
+from megatron.zero_bubble.runtime.delayed_layers import check_order, some_delay
 from megatron.zero_bubble.runtime.interpreter import Compute, Interpreter, Observer
 from megatron.zero_bubble.runtime.layers import split_linears
+from megatron.zero_bubble.runtime.queues import advise
 from megatron.zero_bubble.runtime.recomputation import Recomputations
 from megatron.zero_bubble.runtime.run_ahead import RunAhead
 from megatron.zero_bubble.runtime.tail import Tail
@@ -64,6 +66,7 @@ class Session:
         self.transport: Transport | None = None
         self._prepared: set[int] = set()
         self._split: set[int] = set()
+        self._delaying = False
         self.store = WeightGradStore()
         self.tail = Tail(self.store)
         """The order of each iteration's last W's."""
@@ -221,7 +224,7 @@ class Session:
         interpreter = Interpreter(
             stage,
             computing,
-            self._connected(program, groups.pp, device),
+            self._connected(program, groups.pp, device, config),
             split_chunks=compute.split_chunks,
             keep_for_backward=training,
             observer=self.observer,
@@ -308,7 +311,11 @@ class Session:
             prepare(new)
         # Apart: a schedule without W's may come first, and one with them later.
         splits = any(isinstance(one, Run) and one.what.kind is Kind.W for one in instructions)
-        unsplit = self._not_in(self._split, models) if splits else []
+        # Layers that delay their W do so whatever the schedule; without W's it runs when it comes.
+        self._delaying = self._delaying or some_delay(new)
+        if self._delaying:
+            check_order(instructions)
+        unsplit = self._not_in(self._split, models) if splits or self._delaying else []
         if unsplit:
             self._split_linears(unsplit, stage)
         if new and self.ahead.enabled:
@@ -361,12 +368,16 @@ class Session:
             )
 
     def _connected(
-        self, program: Program, group: dist.ProcessGroup, device: torch.device
+        self, program: Program, group: dist.ProcessGroup, device: torch.device, config: Any
     ) -> Transport:
         if self.transport is None:
+            channels = channels_between(program.placement)
+            stage = self._arrangement.stage_of(group.rank())
+            if device.type == "cuda":
+                advise(stage, channels, config)
             self.transport = Transport(
-                channels_between(program.placement),
-                stage=self._arrangement.stage_of(group.rank()),
+                channels,
+                stage=stage,
                 ranks=self._arrangement.by_stage(dist.get_process_group_ranks(group)),
                 backend=dist.get_backend(group),
                 device=device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from megatron.zero_bubble.errors import PipelineError
 from zero_bubble.program import Channel
 
-__all__ = ["Receipt", "Transport"]
+__all__ = ["Receipt", "Transport", "memory_taken"]
+
+logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 300.0
 PURPOSE = "zero-bubble"
@@ -77,7 +80,15 @@ class Transport:
         self._sent: dict[Channel, deque[tuple[Work, torch.Tensor]]] = defaultdict(deque)
         self._tentative: dict[Channel, list[Receipt]] | None = None
         self._unwanted: list[Receipt] = []
-        self._connect(tuple(channels), backend)
+        taken = memory_taken(device, lambda: self._connect(tuple(channels), backend))
+        if taken is not None:
+            logger.info(
+                "stage %d: %d channels (%s), whose communicators take %.0f MiB of the GPU",
+                stage,
+                len(self._groups),
+                purpose,
+                taken / 2**20,
+            )
 
     def _connect(self, channels: Sequence[Channel], backend: str) -> None:
         # torch names a group by how many were made before it, so that every rank of the job has
@@ -211,3 +222,22 @@ class Transport:
                 + ("that stage is stuck" if timed_out else "that stage's process ended")
                 + "; look at its own output"
             ) from error
+
+
+def memory_taken(device: torch.device, connect: Callable[[], None]) -> int | None:
+    """Connect; the bytes of the device that this took, outside of torch's allocator. None on a CPU.
+
+    Waits for the device, so that a channel that cannot be connected is noticed here. What other
+    processes take of the same device meanwhile counts too.
+    """
+    if device.type != "cuda":
+        connect()
+        return None
+    torch.cuda.synchronize(device)
+    held, free = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[0]
+    connect()
+    torch.cuda.synchronize(device)
+    cached: int = torch.cuda.memory_reserved(device) - held
+    left: int = torch.cuda.mem_get_info(device)[0]
+    taken: int = free - left - cached
+    return max(0, taken)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Protocol
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-__all__ = ["PendingGradient", "WeightGradStore", "accumulate_into_grad"]
+__all__ = ["Pending", "PendingGradient", "WeightGradStore", "accumulate_into_grad", "added_already"]
 
 Accumulate = Callable[[torch.Tensor], None]
 """Consumes a parameter's gradient for one microbatch, as the hook after a fused backward would."""
@@ -33,9 +34,31 @@ class Gather:
         return self.total
 
 
+class Pending(Protocol):
+    """What one use of a layer leaves for W."""
+
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        """Those that may get a gradient; one of a local layer, more of Transformer Engine's."""
+
+    @property
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """Activations and gradients that it keeps alive."""
+
+    @property
+    def lendable(self) -> bool:
+        """Whether it may be computed within a B."""
+
+    def start_gather(self, buffer: int) -> Gather | None:
+        """Begin to gather what has to be, into one of two buffers."""
+
+    def gradients(self, gather: Gather | None) -> Sequence[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Compute: parameters, each with its gradient, for whoever accumulates."""
+
+
 @dataclass(frozen=True, slots=True)
 class PendingGradient:
-    """One linear layer's weight gradient, not computed yet.
+    """One local linear layer's weight gradient, not computed yet.
 
     ``input`` is [sequence, batch, in] (with ``gather_group``, this rank's part of the sequence),
     ``grad_output`` is [sequence * batch, out], contiguous.
@@ -46,6 +69,21 @@ class PendingGradient:
     grad_output: torch.Tensor
     gather_group: torch.distributed.ProcessGroup | None = None
     fused_accumulation: bool = False
+
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        return (self.parameter,)
+
+    @property
+    def held(self) -> tuple[torch.Tensor, ...]:
+        return self.input, self.grad_output
+
+    @property
+    def lendable(self) -> bool:
+        return True
+
+    def gradients(self, gather: Gather | None) -> Sequence[tuple[torch.nn.Parameter, torch.Tensor]]:
+        return ((self.parameter, self.compute(gather)),)
 
     def start_gather(self, buffer: int) -> Gather | None:
         """Begin to gather the input over the sequence-parallel ranks, into one of two buffers."""
@@ -79,17 +117,25 @@ class PendingGradient:
             kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)
         else:
             kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
-        # The hook wants a gradient of the right shape. This one takes no memory, and is zero, for
-        # the hook adds it where the parameter has `zero_out_wgrad` (tied embeddings).
-        self.parameter.grad_added_to_main_grad = True
-        return self.parameter.detach().new_zeros(1).expand_as(self.parameter)
+        return added_already(self.parameter)
+
+
+def added_already(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A gradient that stands for one which a fused kernel has added into ``main_grad``.
+
+    DistributedDataParallel's hook wants one of the right shape. This one takes no memory, and is
+    zero, for the hook adds it where the parameter has `zero_out_wgrad` (tied embeddings).
+    """
+    parameter.grad_added_to_main_grad = True
+    zero = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+    return zero.expand(parameter.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Filler:
     """A weight gradient that is computed while something else moves between ranks."""
 
-    pending: PendingGradient
+    pending: Pending
     gather: Gather | None
 
 
@@ -113,11 +159,11 @@ class WeightGradStore:
     """
     computed: int = 0
     """Weight gradients computed since the last `begin_iteration`."""
-    _bundles: dict[tuple[int, int], deque[PendingGradient]] = field(default_factory=dict)
+    _bundles: dict[tuple[int, int], deque[Pending]] = field(default_factory=dict)
     _done: dict[tuple[int, int], Fraction] = field(default_factory=dict)
     """How much of a bundle whose W is cut into shares has run."""
-    _open: deque[PendingGradient] | None = None
-    _lent: deque[PendingGradient] | None = None
+    _open: deque[Pending] | None = None
+    _lent: deque[Pending] | None = None
     _known: set[torch.nn.Parameter] = field(default_factory=set)
     """Weights that have been in a whole bundle."""
     _repeated: set[torch.nn.Parameter] = field(default_factory=set)
@@ -142,20 +188,20 @@ class WeightGradStore:
     @contextmanager
     def collecting(self, chunk: int, microbatch: int) -> Iterator[None]:
         """While a B pass runs: what its split layers `put` becomes the bundle of its W pass."""
-        bundle: deque[PendingGradient] = deque()
+        bundle: deque[Pending] = deque()
         self._open = bundle
         try:
             yield
         finally:
             self._open = None
         self._bundles[chunk, microbatch] = bundle
-        uses = Counter(one.parameter for one in bundle)
+        uses = _uses(bundle)
         self._known.update(uses)
         self._repeated.update(one for one, count in uses.items() if count > 1)
         held = len(self._bundles) - sum(self._done.values())
         self.peak = max(self.peak, math.ceil(held))
 
-    def put(self, pending: PendingGradient) -> None:
+    def put(self, pending: Pending) -> None:
         """Called by a split layer's backward. Outside a B pass the gradient is due at once."""
         if self._open is None:
             self._run(deque([pending]))
@@ -182,7 +228,8 @@ class WeightGradStore:
         """
         for index, one in enumerate(self._lent or ()):
             # A gradient that is one of several to be added up is left to the W pass.
-            if one.parameter in self._known and one.parameter not in self._repeated:
+            known = self._known.issuperset(one.parameters)
+            if one.lendable and known and self._repeated.isdisjoint(one.parameters):
                 assert self._lent is not None
                 del self._lent[index]
                 return Filler(one, one.start_gather(0))
@@ -191,10 +238,11 @@ class WeightGradStore:
     def fill(self, filler: Filler) -> None:
         """Compute and accumulate what was taken."""
         with torch.no_grad():
-            self.accumulate[filler.pending.parameter](filler.pending.compute(filler.gather))
+            for parameter, gradient in filler.pending.gradients(filler.gather):
+                self.accumulate[parameter](gradient)
         self.computed += 1
 
-    def pending(self, chunk: int, microbatch: int) -> tuple[PendingGradient, ...]:
+    def pending(self, chunk: int, microbatch: int) -> tuple[Pending, ...]:
         """What is left for the W pass of (chunk, microbatch) to compute, in order."""
         return tuple(self._bundles.get((chunk, microbatch), ()))
 
@@ -222,15 +270,16 @@ class WeightGradStore:
             del self._bundles[key], self._done[key]
         self._run(mine)
 
-    def _share(self, one: PendingGradient, parts: int) -> int:
-        return min(self.share_of.get(one.parameter, parts - 1), parts - 1)
+    def _share(self, one: Pending, parts: int) -> int:
+        last = parts - 1
+        return min(max(self.share_of.get(each, last) for each in one.parameters), last)
 
-    def _run(self, bundle: deque[PendingGradient]) -> None:
+    def _run(self, bundle: deque[Pending]) -> None:
         with torch.no_grad():
             self._compute_all(bundle)
 
-    def _compute_all(self, bundle: deque[PendingGradient]) -> None:
-        uses_left = Counter(one.parameter for one in bundle)
+    def _compute_all(self, bundle: deque[Pending]) -> None:
+        uses_left = _uses(bundle)
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         buffer = 0
         coming = bundle[0].start_gather(buffer) if bundle else None
@@ -240,17 +289,22 @@ class WeightGradStore:
             # The next input is gathered while this gradient is computed.
             buffer = 1 - buffer
             coming = bundle[0].start_gather(buffer) if bundle else None
-            gradient = one.compute(gather)
+            gradients = one.gradients(gather)
             self.computed += 1
+            uses_left.subtract(one.parameters)
             # A weight used twice in a microbatch is summed before it is accumulated, as autograd
             # sums it before the parameter's hook runs.
-            if one.parameter in sums:
-                gradient = sums.pop(one.parameter) + gradient
-            uses_left[one.parameter] -= 1
-            if uses_left[one.parameter]:
-                sums[one.parameter] = gradient
-            else:
-                self.accumulate[one.parameter](gradient)
+            for parameter, gradient in gradients:
+                if parameter in sums:
+                    gradient = sums.pop(parameter) + gradient
+                if uses_left[parameter]:
+                    sums[parameter] = gradient
+                else:
+                    self.accumulate[parameter](gradient)
+
+
+def _uses(bundle: Iterable[Pending]) -> Counter[torch.nn.Parameter]:
+    return Counter(parameter for one in bundle for parameter in one.parameters)
 
 
 def accumulate_into_grad(parameter: torch.nn.Parameter) -> Accumulate:
