@@ -1,5 +1,7 @@
 PYTHON_RUN := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON_RUN) -m pytest
+# A file's tests share what they set up. The distributed tests use several processes by themselves.
+UNIT := $(PYTEST) tests/unit -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-quick test-full test-versions lint format support-table clean
@@ -14,13 +16,15 @@ demo: setup ## train a small GPT on this machine's CPUs under several schedules
 	$(PYTHON_RUN) tools/demo.py
 
 test: setup ## unit tests, and the pairwise part of the distributed tests
-	$(PYTEST) -m "not slow" --durations 15
+	$(UNIT) -m "not slow"
+	$(PYTEST) -m "not slow" --durations 15 --ignore tests/unit
 
 test-quick: setup ## unit tests only
-	$(PYTEST) -m "not slow" tests/unit
+	$(UNIT) -m "not slow"
 
 test-full: setup ## every test
-	$(PYTEST)
+	$(UNIT)
+	$(PYTEST) --ignore tests/unit
 
 test-versions: setup ## what touches Megatron, against each supported version of it
 	$(PYTHON_RUN) tools/test_versions.py

@@ -16,8 +16,8 @@ DRY_RUN=${DRY_RUN:-0}
 # iterations or more.
 PIPELINE_SCHEDULE=${PIPELINE_SCHEDULE:-zb-h1}
 TENSOR_SIZE=${TENSOR_SIZE:-1}
-# Schedules that split the backward pass need Megatron's local layers: those of Transformer Engine
-# are not split yet. megatron, 1f1b and interleaved take transformer_engine as well.
+# Schedules that split the backward pass have been run with Megatron's local layers. Those of
+# Transformer Engine (transformer_engine; 2.8 or later) are split too, but have not been run yet.
 TRANSFORMER_IMPL=${TRANSFORMER_IMPL:-local}
 # 1 lets local layers use Apex's kernels, and accumulate weight gradients in the product itself.
 FUSED=${FUSED:-0}
