@@ -57,7 +57,7 @@ from zero_bubble.schedule import Kind, Pass, Schedule
 EXPERTS = 3
 
 
-class Layer(torch.nn.Module):
+class Layer(torch.nn.Module):  # type: ignore[misc]
     """One layer of the stand-in, used as Megatron's wrappers use it: ``(output, None)``.
 
     ``bias``: "none"; "inside", where the layer adds it and computes its gradient with the weight's;

@@ -37,7 +37,7 @@ def a_share() -> None:
     store.run(0, 5, 0, 2)
     assert torch.equal(first.grad, torch.ones(2, 3))
     assert second.grad is None
-    assert [one.parameter for one in store.pending(0, 5)] == [second, second]
+    assert [one.parameters for one in store.pending(0, 5)] == [(second,), (second,)]
     store.run(0, 5, 1, 2)
     assert torch.equal(second.grad, 2 * torch.ones(2, 3))
     assert store.pending(0, 5) == ()

@@ -300,7 +300,7 @@ def what_is_held(kind: str, *, strided: bool) -> None:
     for name in ("leaf", "output", "result", "gradient"):
         same(f"{name} is alive", False, watched[name]() is not None)
     (pending,) = store.pending(0, 0)
-    held = [pending.input, pending.grad_output]
+    held = list(pending.held)
     same("shapes", [(SEQUENCE, BATCH, IN), (SEQUENCE * BATCH, OUT)], [(*t.shape,) for t in held])
     for tensor in held:
         bytes_needed = tensor.numel() * tensor.element_size()

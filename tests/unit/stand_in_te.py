@@ -43,7 +43,7 @@ class WeightGradStore:
         return function(*tensors), tensors
 
 
-class _Matmul(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):  # type: ignore[misc]
     """One product for each weight; rows of the input are dealt to weights by ``splits``."""
 
     @staticmethod
@@ -80,7 +80,7 @@ class _Matmul(torch.autograd.Function):
                         parameter.main_grad.zero_()
                     parameter.main_grad.add_(product)
             of_biases = [dy.sum(dim=0) if ctx.biases else None for dy in dys]
-            return layer.as_result(products, of_biases)
+            return layer.as_result(products, of_biases)  # type: ignore[no-any-return]
 
         grad_weights: list[Any] = [None] * len(weights)
         grad_biases: list[Any] = [None] * len(weights)
@@ -97,7 +97,7 @@ class _Matmul(torch.autograd.Function):
         return grad_input.view(input.shape), None, None, *grad_weights, *biases
 
 
-class _Layer(torch.nn.Module):
+class _Layer(torch.nn.Module):  # type: ignore[misc]
     """What the layers below have in common."""
 
     def __init__(
@@ -270,18 +270,18 @@ class GroupedLinear(_Layer):
         return list(result[0]), list(result[1])
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
     """Takes what it does not know."""
 
     def __init__(self, normalized_shape: int, eps: float, **_: Any) -> None:
         super().__init__(normalized_shape, eps=eps)
 
 
-class _Quantized(torch.Tensor):
+class _Quantized(torch.Tensor):  # type: ignore[misc]
     """There are none."""
 
 
-class _ByName(torch.nn.Module):
+class _ByName(torch.nn.Module):  # type: ignore[misc]
     """Somebody derives from it, and makes none."""
 
 
