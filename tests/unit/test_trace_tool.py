@@ -10,6 +10,8 @@ import pytest
 from tests.unit.trace_runs import made_run
 from tools.profile.trace import main
 from zero_bubble.builders import build
+from zero_bubble.builders.recomputing import with_recomputation
+from zero_bubble.schedule import Kind
 from zero_bubble.trace.merge import load_traces
 from zero_bubble.trace.rank_file import save_rank
 
@@ -33,6 +35,23 @@ def test_both_files_and_a_table_of_each_iteration(
     assert printed.count("predicted: the same order with the median times measured") == 1
     assert len(json.loads((directory / "trace.json").read_text())["traceEvents"]) > 3 * 3 * 15
     assert "<!doctype html>" in (directory / "page.html").read_text()
+
+
+def test_recomputation_is_told_apart_from_other_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = with_recomputation(build("zb-h1", 2, 3))
+    for one in made_run(schedule):
+        save_rank(one, tmp_path)
+    assert main([str(tmp_path)]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()[2:5]
+    assert header.split()[:4] == ["work", "of", "it", "R"]
+    (measured,) = load_traces(tmp_path).measured
+    for stage, row in enumerate(measured.rows):
+        again = sum(one.end - one.ready for one in row if one.what.kind is Kind.R)
+        assert 0 < again < measured.work[stage]
+        work = f"{measured.work[stage]:.2f}"
+        assert rows[stage].split()[:4] == ["stage", str(stage), work, f"{again:.2f}"]
 
 
 def test_chosen_iterations_and_files(

@@ -7,7 +7,7 @@ import random
 from zero_bubble.schedule import Kind, Pass, Schedule
 from zero_bubble.trace.rank_file import Phase, RankTrace, TracedIteration, TracedPass
 
-HELD = {Kind.F: 3000, Kind.B: -2000, Kind.W: -1000, Kind.BW: -3000}
+HELD = {Kind.F: 3000, Kind.R: 0, Kind.B: -2000, Kind.W: -1000, Kind.BW: -3000}
 """Bytes that each pass adds."""
 MESSAGE = 0.25
 """ms."""
@@ -91,7 +91,7 @@ def _arrival(
     """When what a pass reads is there; None as long as nobody has made it."""
     placement = schedule.placement
     position = placement.positions[stage][what.chunk]
-    if what.kind is Kind.W:
+    if what.kind in (Kind.R, Kind.W):
         return 0.0
     source = position - 1 if what.kind is Kind.F else position + 1
     if source < 0 or source == placement.num_positions:
@@ -104,7 +104,7 @@ def _arrival(
 
 
 def _duration(what: Pass, chance: random.Random) -> float:
-    mean = {Kind.F: 5.0, Kind.B: 5.5, Kind.W: 4.0, Kind.BW: 9.5}[what.kind]
+    mean = {Kind.F: 5.0, Kind.R: 3.0, Kind.B: 5.5, Kind.W: 4.0, Kind.BW: 9.5}[what.kind]
     return mean * chance.uniform(0.9, 1.2)
 
 

@@ -13,16 +13,20 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from zero_bubble.amount import in_bytes
 from zero_bubble.cli.common import Parser
 from zero_bubble.cli.output import require_writable
 from zero_bubble.cli.table import table
+from zero_bubble.schedule import Kind
+from zero_bubble.simulate import Span
 from zero_bubble.trace.chrome import save_trace
 from zero_bubble.trace.idle import Cause, Gap, idle_by_cause, measured_gaps, predicted_gaps
 from zero_bubble.trace.measured import Measured
 from zero_bubble.trace.merge import load_traces
 from zero_bubble.trace.page import save_page
+from zero_bubble.trace.rank_file import TracedPass
 
 _WINDOW = re.compile(r"(\d+)(?::(\d+))?")
 _HEADINGS = {
@@ -114,16 +118,18 @@ def _table(measured: Measured) -> str:
     gaps, expected = measured_gaps(measured), predicted_gaps(predicted)
     peaks = measured.peak_memory
     counted = [peak for peak in peaks if peak is not None]
+    works = _works(measured.work, measured.rows)
+    foreseen = _works(predicted.work, predicted.spans)
     rows = [
         _row(f"stage {stage}", work, [gaps[stage]], row[-1].end - row[0].ready, rate, peak)
         for stage, (row, work, rate, peak) in enumerate(
-            zip(measured.rows, measured.work, measured.stage_bubble_rates, peaks, strict=True)
+            zip(measured.rows, works, measured.stage_bubble_rates, peaks, strict=True)
         )
     ]
     rows.append(
         _row(
             "measured",
-            max(measured.work),
+            max(works),
             gaps,
             measured.cost,
             measured.bubble_rate,
@@ -133,20 +139,45 @@ def _table(measured: Measured) -> str:
     rows.append(
         _row(
             "predicted",
-            max(predicted.work),
+            max(foreseen),
             expected,
             predicted.cost,
             predicted.bubble_rate,
             max(predicted.peak_memory) if counted else None,
         )
     )
-    header = ["", "work", *_HEADINGS.values(), "cost", "bubble rate", "peak memory"]
+    works_again = [] if works[0].again is None else ["of it R"]
+    header = ["", "work", *works_again, *_HEADINGS.values(), "cost", "bubble rate", "peak memory"]
     return table(header, rows)
+
+
+class Work(NamedTuple):
+    """Of one stage, in ms."""
+
+    total: float
+    again: float | None
+    """What its R's took of it; None if no stage has any. Recomputation in B is not apart."""
+
+
+def _works(
+    totals: Sequence[float], rows: Sequence[Sequence[TracedPass] | Sequence[Span]]
+) -> list[Work]:
+    again = [[one for one in row if one.what.kind is Kind.R] for row in rows]
+    if not any(again):
+        return [Work(total, None) for total in totals]
+    return [
+        Work(total, sum(one.end - _start(one) for one in row))
+        for total, row in zip(totals, again, strict=True)
+    ]
+
+
+def _start(one: TracedPass | Span) -> float:
+    return one.start if isinstance(one, Span) else one.ready
 
 
 def _row(
     name: str,
-    work: float,
+    work: Work,
     gaps: Sequence[Sequence[Gap]],
     cost: float,
     rate: float,
@@ -156,7 +187,8 @@ def _row(
     means = (statistics.fmean(one[cause] for one in idle) for cause in _HEADINGS)
     return [
         name,
-        f"{work:.2f}",
+        f"{work.total:.2f}",
+        *([] if work.again is None else [f"{work.again:.2f}"]),
         *(f"{mean:.2f}" for mean in means),
         f"{cost:.2f}",
         f"{100 * rate:.2f} %",

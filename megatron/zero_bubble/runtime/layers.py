@@ -31,6 +31,8 @@ class SplitReport:
 
     split: tuple[str, ...]
     whole: tuple[str, ...]
+    embedding: tuple[str, ...] = ()
+    """Those of ``whole`` whose weight is that of an embedding as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ def split_linears(model: Iterable[torch.nn.Module], store: WeightGradStore) -> S
     """
     split: list[str] = []
     whole: list[str] = []
+    embedding_too: list[str] = []
     for chunk in model:
         ddp = next((m for m in chunk.modules() if isinstance(m, DistributedDataParallel)), None)
         embedding = _embedding_weights(chunk)
@@ -168,12 +171,13 @@ def split_linears(model: Iterable[torch.nn.Module], store: WeightGradStore) -> S
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module._forward_impl = types.MethodType(_forward_impl(store), module)
                 (whole if name in tied else split).append(name)
+                embedding_too += [name] if name in tied else []
             elif delays(module):
                 leave_to(store, module, ddp)
                 split.append(name)
             elif _has_matrix(module):
                 whole.append(name)
-    return SplitReport(tuple(split), tuple(whole))
+    return SplitReport(tuple(split), tuple(whole), tuple(embedding_too))
 
 
 def _accumulation(ddp: DistributedDataParallel | None, parameter: torch.nn.Parameter) -> Accumulate:

@@ -14,6 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.zero_bubble.arrangement import Arrangement
 from megatron.zero_bubble.errors import ConfigurationError
 from megatron.zero_bubble.runtime.across_stages import AcrossStages, Neighbourhood
+from megatron.zero_bubble.runtime.announcing import announce, announce_split
 from megatron.zero_bubble.runtime.batch import Batch, BatchRequest, groups_of, message_shape
 from megatron.zero_bubble.runtime.compute import BatchOptions, MegatronCompute
 from megatron.zero_bubble.runtime.delayed_layers import check_order, some_delay
@@ -27,18 +28,14 @@ from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.watching import Attendant, BatchRecord
 from megatron.zero_bubble.runtime.weight_grad import WeightGradStore
 from zero_bubble.builders import forwards
-from zero_bubble.costs import Costs
 from zero_bubble.lower import lower
 from zero_bubble.placement import Placement
 from zero_bubble.program import Instruction, Program, Run, channels_between
 from zero_bubble.schedule import Kind, Schedule
-from zero_bubble.simulate import simulate
 
 __all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
-
-_SEARCHED = "auto-"
 
 BuildSchedule = Callable[[int, int], Schedule]
 """(stages, microbatches) -> the schedule to run; ConfigurationError if there is none."""
@@ -112,7 +109,7 @@ class Session:
                 )
             self._programs[key] = lower(schedule, forward_only=forward_only)
             if not forward_only and dist.get_rank() == 0:
-                _announce(schedule)
+                announce(schedule)
         return self._programs[key]
 
     def forward_backward(
@@ -355,17 +352,7 @@ class Session:
                 f"{', '.join(report.whole[:4])}): use Megatron's local "
                 "layers (--transformer-impl local), or --pipeline-schedule 1f1b"
             )
-        logger.info("stage %d: %d linear layers give B and W apart", stage, len(report.split))
-        if report.whole:
-            embeds = any(name.endswith("output_layer") for name in report.whole)
-            logger.warning(
-                "stage %d: W stays in B for %s%s",
-                stage,
-                ", ".join(report.whole),
-                " (whose weight embeds as well; --untie-embeddings-and-output-weights splits it)"
-                if embeds
-                else "",
-            )
+        announce_split(stage, report)
 
     def _connected(
         self, program: Program, group: dist.ProcessGroup, device: torch.device, config: Any
@@ -384,28 +371,3 @@ class Session:
                 wait_limit=self._wait_limit,
             )
         return self.transport
-
-
-def _announce(schedule: Schedule) -> None:
-    if schedule.name.startswith(_SEARCHED):  # for times that are known, and told
-        logger.info("pipeline schedule %s", schedule.name)
-        return
-    recomputes = any(schedule.chunks_with(Kind.R))
-    again = {"t_r": 1.0, "m_r": 0.0} if recomputes else {}
-    timeline = simulate(schedule, Costs.uniform(schedule.placement, 1.0, 1.0, 1.0, **again))
-    logger.info(
-        "pipeline schedule %s: %d stages, %d microbatches; if %s took equal time: bubble "
-        "rate %.1f%%, all activations of at most %g microbatches on a stage",
-        schedule.name or "from a file",
-        schedule.num_stages,
-        schedule.num_microbatches,
-        "F, B, W and recomputation" if recomputes else "F, B and W",
-        100 * timeline.bubble_rate,
-        max(timeline.peak_memory),
-    )
-    if recomputes:
-        logger.info(
-            "activations are computed again in passes of their own (R), and stay until W; "
-            "--zero-bubble-recompute in-backward leaves that in B, --pipeline-schedule auto with a "
-            "memory limit holds less of them"
-        )
