@@ -5,6 +5,8 @@
 #   DATA_PATH=data/text examples/gpt3/laptop.sh       data made by tools/prepare_text.py
 #   SPLIT=1,0,0 EVAL_ITERS=0 DATA_PATH=data/few ...   too few documents to hold some out
 #   SAVE=checkpoints SAVE_INTERVAL=10 ...             save, and go on from there the next time
+#   DATA_PARALLEL_SIZE=2 ... --num-experts 4 --swiglu --disable-bias-linear \
+#       --expert-model-parallel-size 2                experts, on two ranks a stage
 #   DRY_RUN=1 examples/gpt3/laptop.sh                 print the command and stop
 #
 # Every variable below can be set in the environment; further arguments go to pretrain_gpt.py and
@@ -21,6 +23,7 @@ SAVE=${SAVE:-}
 PIPELINE_SCHEDULE=${PIPELINE_SCHEDULE:-zb-h1}
 PIPELINE_SIZE=${PIPELINE_SIZE:-2}
 TENSOR_SIZE=${TENSOR_SIZE:-1}
+CONTEXT_PARALLEL_SIZE=${CONTEXT_PARALLEL_SIZE:-1}
 DATA_PARALLEL_SIZE=${DATA_PARALLEL_SIZE:-1}
 NUM_LAYERS=${NUM_LAYERS:-4}
 HIDDEN_SIZE=${HIDDEN_SIZE:-64}
@@ -54,14 +57,16 @@ if [[ -n $SAVE ]]; then
     CHECKPOINT+=(--override-opt-param-scheduler)
 fi
 
+RANKS=$((PIPELINE_SIZE * TENSOR_SIZE * CONTEXT_PARALLEL_SIZE * DATA_PARALLEL_SIZE))
 COMMAND=(
     "$PYTHON" -m torch.distributed.run
     --standalone
-    --nproc-per-node $((PIPELINE_SIZE * TENSOR_SIZE * DATA_PARALLEL_SIZE))
+    --nproc-per-node "$RANKS"
     "$REPOSITORY/pretrain_gpt.py"
     --pipeline-schedule "$PIPELINE_SCHEDULE"
     --pipeline-model-parallel-size "$PIPELINE_SIZE"
     --tensor-model-parallel-size "$TENSOR_SIZE"
+    --context-parallel-size "$CONTEXT_PARALLEL_SIZE"
     --num-layers "$NUM_LAYERS"
     --hidden-size "$HIDDEN_SIZE"
     --num-attention-heads "$NUM_HEADS"

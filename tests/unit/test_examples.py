@@ -144,6 +144,12 @@ def test_batch_scripts_start_a_model_by_srun(name: str) -> None:
         ("1.5b.sh", 8, {"PIPELINE_SCHEDULE": "zb-v"}, {"pipeline_schedule": "zb-v"}),
         ("1.5b.sh", 2, TOY | {"GPUS_PER_NODE": "2"}, {"num_layers": 2, "data_parallel_size": 1}),
         ("laptop.sh", 2, {}, {"num_layers": 4}),
+        (
+            "laptop.sh",
+            8,
+            {"CONTEXT_PARALLEL_SIZE": "2", "DATA_PARALLEL_SIZE": "2"},
+            {"context_parallel_size": 2, "data_parallel_size": 2},
+        ),
     ],
 )
 def test_what_variables_change(
