@@ -7,6 +7,7 @@ Skipped without a GPU and MPS.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tools.profile.one_gpu.plan import ENGINE
 from tools.profile.one_gpu.report import MEMORY_TOLERANCE
 from tools.profile.one_gpu_pipeline import main
 
@@ -30,6 +32,17 @@ def test_messages_over_nccl_between_ranks_of_one_gpu(
     # Stages at the ends have one neighbour, the one between them two.
     for log, messages in zip(logs, (5, 10, 5), strict=True):
         assert f"{messages} messages came" in log
+
+
+@pytest.mark.skipif(importlib.util.find_spec(ENGINE) is None, reason="no Transformer Engine")
+@pytest.mark.usefixtures("multiprocessors")
+def test_with_layers_of_transformer_engine_the_bits_and_memory_are_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    words = f"--ranks 2 {MODEL} --schedules zb-h1 --transformer-impl {ENGINE} --json {file}"
+    assert main(words.split()) == 0
+    rows = json.loads(file.read_text())["schedules"]
+    assert [one["schedule"] for one in rows] == ["megatron", "1f1b", "zb-h1", "zb-h1"]
+    assert [one["different"] for one in rows] == [None] * 4
 
 
 @pytest.fixture(scope="module")

@@ -294,6 +294,17 @@ def test_rows_compare_with_megatrons_turn_of_the_same_round(costs: Costs) -> Non
     assert ours.predicted_bubble == pytest.approx(expected.bubble_rate)
     assert ours.memory == ours.predicted_memory == expected.peak_memory
     assert ours.different is None
+    # Measured in another job of the same placement, the fused backward predicts as well.
+    fused = merge(traces(build("1f1b", 3, 6), costs)).measured
+    other = replace(turns[0], label="1f1b", iterations=fused)
+    delaying = Job("linear", False, ("zb-h1",), delays=True)
+    rows = results_of(
+        {Job("linear", False, ("megatron", "1f1b")): [turns[0], other], delaying: [turns[1]]},
+        3,
+        replace(SIZE, microbatches=6),
+    )
+    assert [one.schedule for one in rows] == ["megatron", "1f1b", "zb-h1"]
+    assert rows[2].split_ratio == pytest.approx(32.5 / 30.5)
     turns[3] = of("zb-h1", 20, 1.25)
     different = results_of({job: turns}, 3, replace(SIZE, microbatches=6))[1].different
     assert different == "loss of iteration 1: 1.25 instead of 1.5"

@@ -15,6 +15,7 @@ from tools.profile.one_gpu import device
 from tools.profile.one_gpu.device import Unavailable, mps, rank_environment, shared_environment
 from tools.profile.one_gpu.plan import (
     DEFAULT_SCHEDULES,
+    ENGINE,
     Job,
     Plan,
     Size,
@@ -152,6 +153,7 @@ def test_without_a_gpu_the_code_is_3(
         ("--hidden 0", "--hidden 0: at least 1"),
         ("--rounds 0", "--rounds 0: at least 1"),
         ("--post-validation maybe", "--post-validation maybe: give off, on, or off,on"),
+        (f"--transformer-impl {ENGINE}", f"{ENGINE}: Transformer Engine has no layers for"),
         ("--env NCCL", "--env NCCL: expected NAME=VALUE"),
         ("--json /no/such/place.json", "--json /no/such/place.json"),
         ("--nonsense", "unrecognized arguments: --nonsense"),
@@ -162,6 +164,14 @@ def test_a_users_error_has_code_2(
 ) -> None:
     assert main(["--device", "cpu", *words.split()]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_without_transformer_engine_it_cannot_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["--transformer-impl", ENGINE]) == 2
+    assert f"the package {ENGINE} is not installed" in capsys.readouterr().err
 
 
 def test_logs_of_two_calls_are_not_mixed(
@@ -203,6 +213,20 @@ def test_only_with_post_validation_megatrons_1f1b_runs_all_the_same() -> None:
     ]
 
 
+def test_layers_that_delay_are_in_jobs_without_megatrons_schedules() -> None:
+    assert jobs_of(DEFAULT_SCHEDULES, ["off", "on"], ENGINE) == [
+        Job("linear", False, ("megatron", "1f1b")),
+        Job("linear", False, ("zb-h1", "auto-1p", "auto-2p"), delays=True),
+        Job("interleaved", False, ("interleaved", "megatron-interleaved")),
+        Job("v", False, ("zb-v", "v-half"), delays=True),
+        Job("linear", True, ("zb-h1", "auto-1p", "auto-2p"), delays=True),
+        Job("v", True, ("zb-v", "v-half"), delays=True),
+    ]
+    jobs = jobs_of(["zb-interleaved", "megatron-interleaved"], ["off"], ENGINE)
+    assert [one.first for one in jobs] == ["1f1b", "zb-h1", "interleaved", "zb-interleaved"]
+    assert len({one.name for one in jobs}) == len(jobs)
+
+
 def test_schedules_take_turns_and_the_first_job_searches(tmp_path: Path) -> None:
     jobs = jobs_of(["auto-1.5p"], ["off", "on"])
     plain, validated = (plan_of(one, 2, "cpu", tmp_path) for one in jobs)
@@ -225,6 +249,9 @@ def test_megatron_is_told_the_job(tmp_path: Path) -> None:
     assert values["--global-batch-size"] == "24"
     assert values["--train-iters"] == "15"  # three turns of five
     assert {"--bf16", "--optimizer-post-validation"} <= set(flags)
+    assert values["--transformer-impl"] == "local"
+    engine = megatron_flags(job, plan, 4, replace(SIZE, layer=ENGINE), tmp_path)
+    assert dict(pairwise(engine))["--transformer-impl"] == ENGINE
     plain = megatron_flags(replace(job, validates=False), replace(plan, device="cpu"), 4, SIZE,
                            tmp_path)  # fmt: skip
     assert not {"--bf16", "--optimizer-post-validation"} & set(plain)

@@ -14,7 +14,8 @@ one after the other. Within a job schedules take turns of five iterations, of wh
 Each turn begins with the same weights, drawn by their names in the model, with a fresh optimizer,
 and with the same data. So losses, and all parameters after a turn, must have the bits of
 Megatron's own 1F1B, whatever the placement. auto-1p and auto-2p are searched for within the job, by
-what 1f1b and zb-h1 took in it.
+what 1f1b and zb-h1 took in it. Layers of Transformer Engine are built to delay weight gradients or
+not to, so that with them schedules that split have a job of their own.
 
 Bars: those bits; activations of each stage within 10 % of what the simulator says; with 4 ranks and
 12 microbatches auto-2p, without or with post-validation, at least 1.12 of Megatron's 1F1B.
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print("on CPUs, over gloo, at toy size: times mean nothing for GPUs", flush=True)
     begin = time.monotonic()
-    jobs = jobs_of(schedules, validation)
+    jobs = jobs_of(schedules, validation, size.layer)
     with scratch(options.logs) as directory, sharing(options.device) as clients:
         write_schedules(jobs, options.ranks, size, directory)
         environment = shared_environment(options.device, options.ranks, clients | given)

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from tools.profile.one_gpu.plan import DEFAULT_SCHEDULES, Size, jobs_of, known, needs_numba
+from tools.profile.one_gpu.plan import (
+    DEFAULT_SCHEDULES,
+    ENGINE,
+    LOCAL,
+    Size,
+    jobs_of,
+    known,
+    needs_numba,
+)
 from zero_bubble.builders import BUILDERS
 from zero_bubble.cli.common import Parser, UsageError
 
@@ -27,6 +36,7 @@ SIZES = {
     "cuda": Size(16, 4096, 32, 1024, 1, 12),
     "cpu": Size(8, 64, 4, 32, 1, 8),
 }
+_NUMBERS = ("layers", "hidden", "heads", "sequence", "microbatch_size", "microbatches")
 ROUNDS = {"cuda": 3, "cpu": 2}
 
 
@@ -49,6 +59,12 @@ def parser(description: str) -> argparse.ArgumentParser:
         default="off,on",
         metavar="off|on|off,on",
         help="schedules that split B and W without it, with it, or both (%(default)s)",
+    )
+    found.add_argument(
+        "--transformer-impl",
+        choices=(LOCAL, ENGINE),
+        default=LOCAL,
+        help="whose layers: Megatron's, or Transformer Engine's, on a GPU (%(default)s)",
     )
     for name, what in (
         ("layers", "of the model"),
@@ -84,7 +100,8 @@ def parser(description: str) -> argparse.ArgumentParser:
 def size_of(options: argparse.Namespace) -> Size:
     """The model's and the batch's, by the device where nothing else is asked for."""
     names = asdict(SIZES[options.device])
-    for name in names:
+    names["layer"] = _layer(options)
+    for name in _NUMBERS:
         given = getattr(options, name)
         if given is not None:
             if given < 1:
@@ -96,6 +113,16 @@ def size_of(options: argparse.Namespace) -> Size:
     if size.hidden % size.heads:
         raise UsageError(f"--hidden {size.hidden}: expected a multiple of --heads {size.heads}")
     return size
+
+
+def _layer(options: argparse.Namespace) -> str:
+    layer: str = options.transformer_impl
+    flag = f"--transformer-impl {layer}"
+    if layer == ENGINE and options.device == "cpu":
+        raise UsageError(f"{flag}: Transformer Engine has no layers for --device cpu")
+    if layer == ENGINE and importlib.util.find_spec(ENGINE) is None:
+        raise UsageError(f"{flag}: the package {ENGINE} is not installed")
+    return layer
 
 
 def schedules_of(options: argparse.Namespace) -> list[str]:

@@ -14,8 +14,10 @@ from zero_bubble.schedule import Schedule
 
 __all__ = [
     "DEFAULT_SCHEDULES",
+    "ENGINE",
     "FUSED",
     "ITERATIONS",
+    "LOCAL",
     "MEGATRON",
     "MEGATRON_INTERLEAVED",
     "Job",
@@ -47,6 +49,8 @@ DEFAULT_SCHEDULES = (
 )
 FUSED = frozenset({*_OWN, "gpipe", "1f1b", "interleaved"})
 """Those whose backward is one pass."""
+LOCAL, ENGINE = "local", "transformer_engine"
+"""For --transformer-impl."""
 _AUTO = re.compile(r"auto-(\d+(?:\.\d+)?)p")
 ITERATIONS = 5
 """Of a turn. The first meets an empty allocator, and the last does not run into another one:
@@ -63,6 +67,8 @@ class Size:
     sequence: int
     microbatch_size: int
     microbatches: int
+    layer: str = LOCAL
+    """Whose layers, as --transformer-impl has it."""
 
     @property
     def batch(self) -> int:
@@ -79,16 +85,20 @@ class Job:
     """Whether with --optimizer-post-validation."""
     schedules: tuple[str, ...]
     """In the order of a round."""
+    delays: bool = False
+    """Whether layers are built so that they delay their weight gradients: those of Transformer
+    Engine in schedules that split. Megatron's own schedules would lose these gradients."""
 
     @property
     def name(self) -> str:
-        return f"{self.placement}-validated" if self.validates else self.placement
+        words = [self.placement, "delaying" * self.delays, "validated" * self.validates]
+        return "-".join(filter(None, words))
 
     @property
     def first(self) -> str:
         """A known schedule of the job's placement, to build the model by."""
         names = (_OWN.get(one, one) for one in self.schedules if auto_limit(one) is None)
-        return next(names, "zb-h1")  # what is searched for is linear
+        return next(names, "zb-h1")  # what is searched for is linear, and splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +151,7 @@ def _placement(name: str) -> str:
     return builder.placement(2).name
 
 
-def jobs_of(schedules: Sequence[str], validation: Sequence[str]) -> list[Job]:
+def jobs_of(schedules: Sequence[str], validation: Sequence[str], layer: str = LOCAL) -> list[Job]:
     """The jobs that run these schedules, without and with post-validation.
 
     Post-validation is measured with schedules of ours that split the backward. Megatron's 1F1B,
@@ -150,6 +160,7 @@ def jobs_of(schedules: Sequence[str], validation: Sequence[str]) -> list[Job]:
 
     Args:
         validation: ``off``, ``on``, or both.
+        layer: with Transformer Engine's, schedules that split have jobs of their own.
     """
     by_placement: dict[str, list[str]] = {"linear": [MEGATRON, "1f1b", "zb-h1"]}
     for name in schedules:
@@ -161,12 +172,21 @@ def jobs_of(schedules: Sequence[str], validation: Sequence[str]) -> list[Job]:
         names = tuple(dict.fromkeys(some))
         plain = placement == "linear" or "off" in validation
         split = tuple(one for one in names if one in schedules and one not in FUSED)
-        if plain or any(one in FUSED for one in names):
-            jobs.append(Job(placement, False, names))
+        for part, delays in _apart(names) if layer == ENGINE else ((names, False),):
+            if part and (plain or any(one in FUSED for one in part)):
+                jobs.append(Job(placement, False, part, delays))
         if "on" in validation and split:
-            jobs.append(Job(placement, True, split))
+            jobs.append(Job(placement, True, split, layer == ENGINE))
     # What the first job searches for, others run.
     return sorted(jobs, key=lambda one: one.validates)
+
+
+def _apart(names: Sequence[str]) -> tuple[tuple[tuple[str, ...], bool], ...]:
+    """Those whose backward is one pass, and those that split."""
+    return (
+        (tuple(one for one in names if one in FUSED), False),
+        (tuple(one for one in names if one not in FUSED), True),
+    )
 
 
 def plan_of(job: Job, rounds: int, device: str, scratch: Path) -> Plan:
@@ -211,8 +231,8 @@ def megatron_flags(job: Job, plan: Plan, ranks: int, size: Size, scratch: Path) 
         --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0
         --split 100,0,0 --eval-interval 1000000 --eval-iters 0 --log-interval 1000000
         --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights
-        --transformer-impl local --attention-backend unfused --no-gradient-accumulation-fusion
-        --no-persist-layer-norm --no-masked-softmax-fusion
+        --transformer-impl {size.layer} --attention-backend unfused
+        --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
         --rerun-mode disabled --pipeline-schedule {_told(job.first, scratch)}
         {"--bf16" if plan.device == "cuda" else ""}
         {"--optimizer-post-validation" if job.validates else ""}""".split()

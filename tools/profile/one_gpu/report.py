@@ -79,10 +79,28 @@ def results_of(jobs: Mapping[Job, Sequence[MeasuredTurn]], ranks: int, size: Siz
     if not theirs:
         raise ValueError("no turn of Megatron's 1F1B has ended")
     return [
-        _result(job, name, [one for one in turns if one.label == name], turns, theirs, ranks, size)
+        _result(
+            job,
+            name,
+            [one for one in turns if one.label == name],
+            _like(job, jobs),
+            theirs,
+            ranks,
+            size,
+        )
         for job, turns in jobs.items()
         for name in job.schedules
         if any(one.label == name for one in turns)
+    ]
+
+
+def _like(job: Job, jobs: Mapping[Job, Sequence[MeasuredTurn]]) -> list[MeasuredTurn]:
+    """All turns of the placement, with post-validation or without."""
+    return [
+        turn
+        for other, turns in jobs.items()
+        if (other.placement, other.validates) == (job.placement, job.validates)
+        for turn in turns
     ]
 
 
@@ -90,23 +108,21 @@ def _result(
     job: Job,
     name: str,
     mine: Sequence[MeasuredTurn],
-    of_job: Sequence[MeasuredTurn],
+    alike: Sequence[MeasuredTurn],
     theirs: Sequence[MeasuredTurn],
     ranks: int,
     size: Size,
 ) -> Result:
     times = [iteration_ms(one.reports) for one in mine]
     base = statistics.median(iteration_ms(one.reports) for one in theirs)
-    traced = [one.iterations for one in of_job if one.iterations]
+    traced = [one.iterations for one in alike if one.iterations]
     last = mine[-1].iterations
     schedule = last[-1].schedule if last else schedule_of(name, ranks, size.microbatches)
     costs = costs_of(schedule.placement, traced, FUSED) if traced else None
     predicted = None if costs is None else simulate(schedule, costs)
     ms = statistics.median(times)
     # Turns of one job alternate, those of others come later: by rounds only where both are there.
-    paired = (
-        zip(theirs, mine, strict=False) if not job.validates and job.placement == "linear" else ()
-    )
+    paired = zip(theirs, mine, strict=False) if MEGATRON in job.schedules else ()
     ratios = [iteration_ms(one.reports) / iteration_ms(other.reports) for one, other in paired]
     return Result(
         schedule=name,
