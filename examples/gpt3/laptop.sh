@@ -38,6 +38,22 @@ SPLIT=${SPLIT:-90,5,5}
 SAVE_INTERVAL=${SAVE_INTERVAL:-$TRAIN_ITERS}
 DRY_RUN=${DRY_RUN:-0}
 
+die() {
+    echo "$0: $*" >&2
+    exit 2
+}
+NUMBERS=(PIPELINE_SIZE TENSOR_SIZE CONTEXT_PARALLEL_SIZE DATA_PARALLEL_SIZE NUM_LAYERS HIDDEN_SIZE
+    NUM_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS SAVE_INTERVAL)
+for name in "${NUMBERS[@]}"; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: it must be a whole number above 0"
+done
+((GLOBAL_BATCH_SIZE % (MICRO_BATCH_SIZE * DATA_PARALLEL_SIZE) == 0)) ||
+    die "GLOBAL_BATCH_SIZE=$GLOBAL_BATCH_SIZE: it must be a multiple of MICRO_BATCH_SIZE x" \
+        "DATA_PARALLEL_SIZE, $((MICRO_BATCH_SIZE * DATA_PARALLEL_SIZE))"
+[[ $DRY_RUN == [01] ]] || die "DRY_RUN=$DRY_RUN: use 0 or 1"
+[[ $DRY_RUN == 1 || -z $SAVE ]] || { mkdir -p "$SAVE" && [[ -w $SAVE ]]; } ||
+    die "SAVE=$SAVE: no checkpoint can be written there"
+
 # CPU mode sets the flags that only a GPU could honour; one thread a stage, or they fight.
 export ZERO_BUBBLE_DEVICE=${ZERO_BUBBLE_DEVICE:-cpu}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

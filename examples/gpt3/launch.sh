@@ -21,6 +21,9 @@ TENSOR_SIZE=${TENSOR_SIZE:-1}
 TRANSFORMER_IMPL=${TRANSFORMER_IMPL:-local}
 # 1 lets local layers use Apex's kernels, and accumulate weight gradients in the product itself.
 FUSED=${FUSED:-0}
+# With tensor parallelism: 1 spreads norms and dropout over the ranks as well, with no more to send.
+# PyTorch's norms, which local layers have without Apex, cannot do that.
+SEQUENCE_PARALLEL=${SEQUENCE_PARALLEL:-$([[ $TRANSFORMER_IMPL == local && $FUSED != 1 ]] && echo 0 || echo 1)}
 
 DATA_PATH=${DATA_PATH:-}
 TOKENIZER_TYPE=${TOKENIZER_TYPE:-HuggingFaceTokenizer}
@@ -39,10 +42,15 @@ EXIT_SIGNAL_HANDLER=${EXIT_SIGNAL_HANDLER:-0}
 # torchrun starts this node's ranks. srun has started this script as one of them.
 LAUNCHER=${LAUNCHER:-auto}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-NNODES=${NNODES:-$(((PIPELINE_SIZE * TENSOR_SIZE + GPUS_PER_NODE - 1) / GPUS_PER_NODE))}
+NNODES=${NNODES:-}
 NODE_RANK=${NODE_RANK:-}
 MASTER_ADDR=${MASTER_ADDR:-}
 MASTER_PORT=${MASTER_PORT:-29500}
+
+# Those of them that are numbers, and those that are 0 or 1.
+NUMBERS=(PIPELINE_SIZE TENSOR_SIZE GPUS_PER_NODE NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH
+    MICRO_BATCH_SIZE NUM_MICROBATCHES TRAIN_ITERS SAVE_INTERVAL MASTER_PORT)
+SWITCHES=(DRY_RUN FUSED SEQUENCE_PARALLEL EXIT_SIGNAL_HANDLER)
 
 die() {
     echo "$0: $*" >&2
@@ -72,6 +80,23 @@ set_environment() {
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 }
 
+check_variables() {
+    local name
+    for name in "${NUMBERS[@]}"; do
+        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: it must be a whole number above 0"
+    done
+    for name in "${SWITCHES[@]}"; do
+        [[ ${!name} == [01] ]] || die "$name=${!name}: use 0 or 1"
+    done
+    : "${NNODES:=$(((PIPELINE_SIZE * TENSOR_SIZE + GPUS_PER_NODE - 1) / GPUS_PER_NODE))}"
+    [[ $NNODES =~ ^[1-9][0-9]*$ ]] || die "NNODES=$NNODES: it must be a whole number above 0"
+    if [[ ! ${NODE_RANK:-0} =~ ^[0-9]+$ ]] || ((${NODE_RANK:-0} >= NNODES)); then
+        die "NODE_RANK=$NODE_RANK: with $NNODES nodes it is 0 to $((NNODES - 1))"
+    fi
+    [[ $DRY_RUN == 1 || -z $SAVE ]] || { mkdir -p "$SAVE" && [[ -w $SAVE ]]; } ||
+        die "SAVE=$SAVE: no checkpoint can be written there"
+}
+
 # Sets `world`, and in `start` what comes before pretrain_gpt.py.
 choose_launcher() {
     if [[ $LAUNCHER == auto ]]; then
@@ -92,7 +117,10 @@ choose_launcher() {
             if ((NNODES == 1)); then
                 start+=(--standalone)
             else
-                if [[ $DRY_RUN == 1 ]]; then # those of the first node
+                if ((${SLURM_STEP_NUM_TASKS:-1} == NNODES)); then # a task of srun's on each node
+                    NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
+                    [[ -n $MASTER_ADDR ]] || MASTER_ADDR=$(first_host)
+                elif [[ $DRY_RUN == 1 ]]; then # those of the first node
                     NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-$HOSTNAME}
                 fi
                 [[ -n $NODE_RANK && -n $MASTER_ADDR ]] ||
@@ -115,6 +143,7 @@ first_host() {
 
 launch() {
     local world start replicas layers command
+    check_variables
     choose_launcher
     replicas=$((world / (PIPELINE_SIZE * TENSOR_SIZE)))
     ((replicas >= 1 && world % (PIPELINE_SIZE * TENSOR_SIZE) == 0)) ||
@@ -179,8 +208,7 @@ add_data() {
 }
 
 add_parallelism() {
-    # Norms and dropout on a part of the sequence each, with no more to send than without.
-    ((TENSOR_SIZE == 1)) || command+=(--sequence-parallel)
+    ((TENSOR_SIZE == 1 || SEQUENCE_PARALLEL == 0)) || command+=(--sequence-parallel)
     # Between replicas: optimizer states spread out; gradients reduced behind the last W's,
     # parameters gathered behind the first F's.
     ((replicas == 1)) ||

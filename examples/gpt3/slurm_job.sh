@@ -7,8 +7,6 @@
 # failure, or preemption, Slurm does that by itself. Either way the job goes on from its last
 # checkpoint, under the same number, in the same log.
 
-readonly WAIT_WAS_INTERRUPTED=138 # 128 + SIGUSR1
-
 DRY_RUN=${DRY_RUN:-0}
 JOB=${SLURM_JOB_ID:-0}
 HOSTS=${SLURM_JOB_NODELIST:-}
@@ -22,8 +20,9 @@ SRUN_ARGS=${SRUN_ARGS:-}
 
 # run_job MODEL NODES GPUS_PER_NODE [arguments of pretrain_gpt.py]
 run_job() {
-    local script=$REPOSITORY/examples/gpt3/$1.sh nodes=$2 gpus=$3 step code interrupted=0 extra
-    [[ -x $script ]] || {
+    local script=$REPOSITORY/examples/gpt3/$1.sh nodes=$2 gpus=$3 step code extra
+    local told=0 heard saved=none
+    [[ -x $script && $1 != laptop && $1 != slurm_* ]] || {
         echo "MODEL=$1: there is no $script; choose 1.5b, 6.2b, 14.6b or 28.3b" >&2
         return 2
     }
@@ -35,6 +34,10 @@ run_job() {
         --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}" # not inherited from sbatch since 22.05
         "${extra[@]}" "$script" "$@"
     )
+    [[ $DRY_RUN == [01] ]] || {
+        echo "DRY_RUN=$DRY_RUN: use 0 or 1" >&2
+        return 2
+    }
     if [[ $DRY_RUN == 1 ]]; then
         printf '%q ' "${command[@]}"
         echo
@@ -42,12 +45,26 @@ run_job() {
         return
     fi
 
-    trap 'interrupted=1; tell_ranks_to_stop' USR1
+    trap 'heard=1 told=1 saved=$(last_saved); tell_ranks_to_stop' USR1
     "${command[@]}" &
     step=$!
-    while code=0 && { wait "$step" || code=$?; } && ((code == WAIT_WAS_INTERRUPTED)); do :; done
-    ((interrupted)) || return "$code"
+    heard=1
+    while ((heard)); do # a wait that the signal has interrupted says nothing of the step
+        heard=0 code=0
+        wait "$step" || code=$?
+    done
+    ((told)) || return "$code"
+    if ((code)) && [[ $(last_saved) == "$saved" ]]; then
+        echo "not put back into the queue: the ranks ended with code $code, and have saved nothing" \
+            "since they were told to"
+        return "$code"
+    fi
     requeue
+}
+
+# The iteration of the last checkpoint.
+last_saved() {
+    cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || echo none
 }
 
 # The first host of the allocation is where ranks meet, at a port that other jobs there do not use.

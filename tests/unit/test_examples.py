@@ -115,6 +115,13 @@ def test_batch_scripts_start_a_model_by_srun(name: str) -> None:
             "1.5b.sh",
             16,
             {"TENSOR_SIZE": "2"},
+            # PyTorch's norms cannot do it, and nobody has said that there are others.
+            {"sequence_parallel": False, "data_parallel_size": 1},
+        ),
+        (
+            "1.5b.sh",
+            16,
+            {"TENSOR_SIZE": "2", "FUSED": "1"},
             {
                 "sequence_parallel": True,
                 "data_parallel_size": 1,
@@ -176,8 +183,14 @@ def test_srun_s_task_is_a_rank(tmp_path: Path) -> None:
     assert variables["MASTER_ADDR"] == "localhost"
     assert "--use-distributed-optimizer" in command
     assert script("1.5b.sh", **slurm, SLURM_PROCID="5", DRY_RUN="1").stdout == ""
-    # One task a node, each with a torchrun.
-    assert "torch.distributed.run" in dry_run("1.5b.sh", **slurm, LAUNCHER="torchrun")[1]
+
+
+def test_srun_s_task_is_a_node_s_torchrun(tmp_path: Path) -> None:
+    slurm = install(tmp_path) | {"SLURM_STEP_NUM_TASKS": "4", "LAUNCHER": "torchrun"}
+    command = dry_run("28.3b.sh", **slurm, SLURM_NODEID="2")[1]
+    starts = {"--nnodes": "4", "--node-rank": "2", "--master-addr": "localhost"}
+    for flag, value in starts.items():
+        assert command[command.index(flag) + 1] == value
 
 
 @pytest.mark.parametrize(("tensor", "given", "expected"), [
@@ -204,6 +217,18 @@ def test_hardware_queues(tensor: str, given: str | None, expected: str) -> None:
             {"GPUS_PER_NODE": "12", "NNODES": "1"},
             "12 ranks are no multiple of PIPELINE_SIZE 8 x",
         ),
+        ("28.3b.sh", {"NODE_RANK": "4"}, "NODE_RANK=4: with 4 nodes it is 0 to 3"),
+        ("1.5b.sh", {"PIPELINE_SIZE": "abc"}, "PIPELINE_SIZE=abc: it must be a whole number"),
+        ("1.5b.sh", {"PIPELINE_SIZE": "0"}, "PIPELINE_SIZE=0: it must be a whole number above"),
+        ("1.5b.sh", {"NNODES": "two"}, "NNODES=two: it must be a whole number above 0"),
+        ("1.5b.sh", {"DRY_RUN": "true"}, "DRY_RUN=true: use 0 or 1"),
+        ("1.5b.sh", {"SAVE": "/proc/none"}, "SAVE=/proc/none: no checkpoint can be written"),
+        ("laptop.sh", {"SAVE": "/proc/none"}, "SAVE=/proc/none: no checkpoint can be written"),
+        ("laptop.sh", {"DRY_RUN": "yes"}, "DRY_RUN=yes: use 0 or 1"),
+        ("laptop.sh", {"GLOBAL_BATCH_SIZE": "15"}, "15: it must be a multiple of MICRO_BATCH_SIZE"),
+        ("laptop.sh", {"NUM_LAYERS": "x"}, "NUM_LAYERS=x: it must be a whole number above 0"),
+        ("slurm_one_node.sh", {"MODEL": "laptop"}, "choose 1.5b, 6.2b, 14.6b or 28.3b"),
+        ("slurm_one_node.sh", {"DRY_RUN": "true"}, "DRY_RUN=true: use 0 or 1"),
         ("1.5b.sh", {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: use torchrun, srun or auto"),
         ("1.5b.sh", {"LAUNCHER": "srun"}, "LAUNCHER=srun is for a script that srun has started"),
         ("slurm_one_node.sh", {"MODEL": "9b"}, "choose 1.5b, 6.2b, 14.6b or 28.3b"),
@@ -316,7 +341,12 @@ class Job:
 
 
 TINY = """#!/usr/bin/env bash
-trap 'echo "$SLURM_PROCID saved to $SAVE"; exit 0' TERM
+stop() {
+    echo "$SLURM_PROCID saved to $SAVE"
+    [[ -z ${3:-} ]] || echo 263 >"$SAVE/latest_checkpointed_iteration.txt"
+    exit "${2:-0}"
+}
+trap 'stop "$@"' TERM
 echo "$SLURM_PROCID of $SLURM_STEP_NUM_TASKS at $MASTER_ADDR:$MASTER_PORT, $EXIT_SIGNAL_HANDLER, $*"
 [[ $1 == train ]] || exit "$1"
 for ((i = 0; i < 600; i++)); do sleep 0.1; done
@@ -349,7 +379,25 @@ def test_before_its_time_is_over_a_job_saves_and_goes_back_into_the_queue(tiny: 
 def test_a_job_that_ends_does_not_go_back_into_the_queue(tiny: Job) -> None:
     assert tiny.start("0").wait(60) == 0
     assert tiny.start("3").wait(60) == 3
+    # As of a rank that was killed by the signal which this shell gets.
+    assert tiny.start("138").wait(60) == 138
     assert tiny.requeued == []
+
+
+@pytest.mark.parametrize(("saves", "requeued"), [("", []), ("saves", ["4711"])])
+def test_a_job_that_fails_after_its_signal_goes_on_only_from_a_new_checkpoint(
+    tiny: Job, saves: str, requeued: list[str]
+) -> None:
+    latest = tiny.directory / "checkpoints" / "latest_checkpointed_iteration.txt"
+    latest.parent.mkdir()
+    latest.write_text("200")
+    job = tiny.start("train", "5", saves)
+    for rank in "01":
+        tiny.wait_for(f"{rank} of 2", job)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(60) == (0 if saves else 5)
+    assert tiny.requeued == requeued
+    assert ("have saved nothing since they were told to" in tiny.log.read_text()) == (not saves)
 
 
 def test_a_job_goes_back_into_the_queue_so_many_times(tiny: Job) -> None:
