@@ -18,17 +18,22 @@ RUN apt-get update \
         make python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-# Not 1000, which is a user of the image's already.
+# A number that the image has given already, as 1000 in Ubuntu's, is shared. Without the log of logins,
+# which has room for every number up to the largest.
 ARG USER_ID=10001
-RUN useradd --create-home --uid "${USER_ID}" trainer \
+RUN test "${USER_ID}" -ne 0 \
+    && useradd --create-home --non-unique --no-log-init --uid "${USER_ID}" trainer \
     && install --directory --owner trainer /opt/zero-bubble
 
 USER ${USER_ID}
 WORKDIR /opt/zero-bubble
-COPY --chown=trainer . .
-
 ENV PIP_NO_CACHE_DIR=1
-RUN SYSTEM_TORCH=1 PYTHON=/usr/bin/python3 tools/setup.sh
+# First what a change of other files leaves as it is.
+COPY --chown=trainer requirements.txt pyproject.toml setup.py ./
+COPY --chown=trainer tools/setup.sh tools/
+RUN SYSTEM_TORCH=1 PYTHON=/usr/bin/python3 tools/setup.sh --packages
+COPY --chown=trainer . .
+RUN tools/setup.sh
 
 ENV PATH=/opt/zero-bubble/.venv/bin:${PATH}
 

@@ -3,6 +3,7 @@
 #
 #   tools/setup.sh            build, or return at once when nothing has changed
 #   tools/setup.sh --find     print the Python that would be used
+#   tools/setup.sh --packages stop before this checkout: what does not change with its files
 #   PYTHON=/path/to/python tools/setup.sh
 #   SYSTEM_TORCH=1 tools/setup.sh
 #                             keep the torch of that Python, with what was built against it (Apex,
@@ -70,8 +71,8 @@ if [[ ${1:-} == --find ]]; then
     find_python
     echo "$python"
     exit
-elif (($#)); then
-    echo "$0: unknown argument $1; --find is the only one" >&2
+elif (($#)) && [[ $1 != --packages ]]; then
+    echo "$0: unknown argument $1; there are --find and --packages" >&2
     exit 2
 fi
 
@@ -114,6 +115,11 @@ if [[ $SYSTEM_TORCH == 1 ]]; then
 else
     echo "[2/3] pinned requirements (torch and its CUDA libraries are several GB)"
     "$VENV/bin/python" -m pip install --disable-pip-version-check --requirement requirements.txt
+fi
+
+if [[ ${1:-} == --packages ]]; then
+    rm -f "$UNFINISHED"
+    exit
 fi
 
 echo "[3/3] this checkout"

@@ -41,9 +41,20 @@ def test_what_is_installed_does_not_run_as_root() -> None:
     assert any(rest.startswith("USER_ID=") and rest != "USER_ID=0" for _, rest in instructions())
     for name in ("COPY", "HEALTHCHECK", "CMD"):
         assert names.index(name) > user
-    setup = next(i for i, (_, rest) in enumerate(instructions()) if "tools/setup.sh" in rest)
-    assert setup > names.index("COPY") > user
-    assert "SYSTEM_TORCH=1" in instructions()[setup][1]
+    assert any("-ne 0" in rest for name, rest in instructions() if name == "RUN")
+
+
+def test_packages_are_installed_before_files_that_change_are_copied() -> None:
+    after = instructions()[[name for name, _ in instructions()].index("USER") :]
+    packages, checkout = (i for i, (name, rest) in enumerate(after)
+                          if name == "RUN" and "tools/setup.sh" in rest)  # fmt: skip
+    assert after[packages][1].startswith("SYSTEM_TORCH=1 ")
+    assert after[packages][1].endswith(" --packages")
+    copied = {place: rest.split()[1:] for place, (name, rest) in enumerate(after) if name == "COPY"}
+    early = [word for place, words in copied.items() if place < packages for word in words]
+    assert set(BUILT_FROM) <= set(early)
+    assert "." not in early
+    assert [words for place, words in copied.items() if packages < place < checkout] == [[".", "."]]
 
 
 def test_health_is_what_the_doctor_says() -> None:
@@ -89,6 +100,7 @@ case "$*" in
         ;;
     *importlib.metadata*) echo "torch==2.10.0a0+nv25.12" ;;
     *ensurepip*) echo 312 ;;
+    *--editable*) echo >>editable.log ;;
 esac
 """
 
@@ -104,10 +116,13 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def setup(checkout: Path, **environment: str) -> None:
+def setup(checkout: Path, *words: str, **environment: str) -> None:
     given = {"PATH": "/usr/bin:/bin", "PYTHON": str(checkout / "python3")}
     done = subprocess.run(
-        [checkout / "tools/setup.sh"], env=given | environment, capture_output=True, text=True
+        [checkout / "tools/setup.sh", *words],
+        env=given | environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -129,6 +144,17 @@ def test_the_system_s_torch_stays(checkout: Path) -> None:
     (checkout / "setup.py").write_text("# changed\n")
     setup(checkout)
     assert installs(checkout) == 2
+    assert "torch==" not in (checkout / "requirements.log").read_text()
+
+
+def test_packages_come_without_the_checkout_and_it_later(checkout: Path) -> None:
+    setup(checkout, "--packages", SYSTEM_TORCH="1")
+    assert (checkout / "requirements.log").exists()
+    assert not (checkout / "editable.log").exists()
+    environment = (checkout / ".venv/bin/python").stat().st_ino
+    setup(checkout)
+    assert (checkout / "editable.log").exists()
+    assert (checkout / ".venv/bin/python").stat().st_ino == environment, "it was made anew"
     assert "torch==" not in (checkout / "requirements.log").read_text()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble import layer_arguments
 from megatron.zero_bubble.patches.patching import NEXT_UNKNOWN, OLDEST, TESTED_VERSIONS
 from zero_bubble.cli import doctor, doctor_facts, doctor_verdicts, main
 from zero_bubble.cli.doctor_facts import Device, Facts
@@ -169,10 +170,10 @@ def test_all_that_does_not_work_has_a_reason_and_a_remedy() -> None:
             "unset it",
         ),
         (
-            replace(NODE, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
-            "tensor parallelism on GPUs",
-            "CUDA_DEVICE_MAX_CONNECTIONS is 8, and Megatron insists on 1",
-            "export CUDA_DEVICE_MAX_CONNECTIONS=1",
+            replace(NODE, errors={"numpy": "by torch: RuntimeError: Numpy is not available"}),
+            "training on GPUs",
+            "numpy 2.4.6 cannot be used by torch: RuntimeError: Numpy is not available",
+            "another numpy",
         ),
         (without(LAPTOP, "psutil"), "checkpoints", "without psutil", "pip install psutil"),
         (replace(NODE, mps=None), "several stages on one GPU", "is not on PATH", "driver"),
@@ -199,10 +200,19 @@ def test_what_works_comes_with_what_to_know() -> None:
         assert said in of(facts)["training on CPUs"].why
     assert "not been tested" not in of(LAPTOP)["training on CPUs"].why
     assert "tested on CPUs only" in of(NODE)["training on GPUs"].why
-    engine = replace(NODE, imported=NODE.imported | {"transformer_engine.pytorch"})
-    assert "Transformer Engine from 2.8 on" in of(engine)["layers that split B and W"].why
-    unbound = replace(NODE, devices=(BLACKWELL,), environment={})
-    assert of(unbound)["tensor parallelism on GPUs"].works
+    for version, said in (("2.20.2", "or those of"), ("2.7.0", "which takes 2.8 or newer")):
+        engine = replace(
+            NODE,
+            imported=NODE.imported | {"transformer_engine.pytorch"},
+            versions={**NODE.versions, "transformer-engine": version},
+        )
+        assert said in of(engine)["layers that split B and W"].why
+    queues = {device: of(replace(NODE, devices=(device,), environment={}))
+              for device in (H100, BLACKWELL)}  # fmt: skip
+    why = {device: one["tensor parallelism on GPUs"].why for device, one in queues.items()}
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in why[H100]
+    assert "here it is not set" in why[H100]
+    assert why[BLACKWELL] == ""
 
 
 def test_versions_are_those_that_the_patches_know() -> None:
@@ -211,15 +221,25 @@ def test_versions_are_those_that_the_patches_know() -> None:
         doctor_verdicts.OLDEST_MEGATRON,
         doctor_verdicts.NEXT_MEGATRON,
     )
+    assert layer_arguments.OLDEST == doctor_verdicts.OLDEST_ENGINE
 
 
-@pytest.mark.parametrize(("facts", "code"), [(LAPTOP, 1), (NODE, 0), (without(NODE, "psutil"), 1)])
+@pytest.mark.parametrize(
+    ("facts", "code", "lacks"),
+    [
+        (LAPTOP, 1, "training on GPUs"),
+        (NODE, 0, "nothing"),
+        (without(NODE, "psutil"), 1, "checkpoints"),
+    ],
+)
 def test_strict_is_about_jobs_on_gpus(
-    facts: Facts, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    facts: Facts, code: int, lacks: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(doctor, "gather", lambda: facts)
     assert main(["doctor"]) == 0
+    assert "lacks" not in capsys.readouterr().out
     assert main(["doctor", "--strict"]) == code
+    assert capsys.readouterr().out.endswith(f"\n\nA job on GPUs lacks: {lacks}\n")
 
 
 def test_columns_are_aligned_and_plain(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

@@ -43,9 +43,11 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     facts = gather()
     found = verdicts(facts)
+    missing = [one.part for one in found if one.needed_on_gpus and not one.works]
     print(_as_json(facts, found) if arguments.json else _as_text(facts, found))
-    missing = any(one.needed_on_gpus and not one.works for one in found)
-    return int(arguments.strict and missing)
+    if arguments.strict and not arguments.json:
+        print(f"\nA job on GPUs lacks: {', '.join(missing) or 'nothing'}")
+    return int(arguments.strict and bool(missing))
 
 
 def _as_json(facts: Facts, found: list[Verdict]) -> str:

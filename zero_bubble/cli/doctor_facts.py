@@ -49,7 +49,12 @@ for name in json.loads(sys.argv[2]):
         importlib.import_module(name)
     except BaseException as error:
         found["errors"][name] = f"{type(error).__name__}: {error}"
-torch = sys.modules.get("torch")
+torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+if torch is not None and numpy is not None and "torch" not in found["errors"]:
+    try:
+        torch.from_numpy(numpy.zeros(1))
+    except BaseException as error:
+        found["errors"]["numpy"] = f"by torch: {type(error).__name__}: {error}"
 if torch is not None and "torch" not in found["errors"]:
     found["torch"] = {
         "cuda": torch.version.cuda,
@@ -87,7 +92,8 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of those of `DISTRIBUTIONS` that are installed."""
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Of those of `IMPORTS` that are there and cannot be imported."""
+    """Of those of `IMPORTS` that are there and cannot be imported; and of numpy, where torch cannot
+    use it, being built for another one."""
     imported: frozenset[str] = frozenset()
     """Those of `IMPORTS` that could be."""
     tested_megatron: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ __all__ = ["Verdict", "verdicts"]
 
 OLDEST_MEGATRON, NEXT_MEGATRON = (0, 17), (0, 20)
 OLDEST_TORCH = (2, 6)
+OLDEST_ENGINE = (2, 8)
 LEAST_SHARED_MEMORY = 1 << 30
 BLACKWELL = (10, 0)
 SETUP = "make setup"
@@ -88,6 +89,9 @@ def _training_problems(facts: Facts) -> Iterator[tuple[str, str]]:
     torch = _numbers(facts.versions.get("torch", "99"))
     if torch < OLDEST_TORCH:
         yield f"torch {facts.versions['torch']} is older than 2.6", MEGATRON_EXTRA
+    if "numpy" in facts.errors:
+        numpy = facts.versions.get("numpy", "")
+        yield f"numpy {numpy} cannot be used {facts.errors['numpy']}", "another numpy"
     yield from _megatron_problems(facts)
 
 
@@ -172,10 +176,14 @@ def _split_layers(facts: Facts) -> Verdict:
     problems = list(_training_problems(facts))
     if problems:
         return _failed(part, problems[:1])
-    engine = "transformer_engine.pytorch" in facts.imported
     why = "Megatron's local ones: --transformer-impl local"
-    if engine:
-        why += "; or those of Transformer Engine from 2.8 on, which have not been run yet"
+    if "transformer_engine.pytorch" in facts.imported:
+        version = facts.versions.get("transformer-engine")
+        if version is not None and _numbers(version) < OLDEST_ENGINE:
+            oldest = ".".join(map(str, OLDEST_ENGINE))
+            why += f"; Transformer Engine {version} cannot delay W's, which takes {oldest} or newer"
+        else:
+            why += f"; or those of Transformer Engine {version or ''}, which have not been run yet"
     return Verdict(part, True, why)
 
 
@@ -183,18 +191,13 @@ def _tensor_parallelism(facts: Facts) -> Verdict:
     part = "tensor parallelism on GPUs"
     if not facts.devices:
         return Verdict(part, False, "no GPU", "a machine with GPUs")
-    given = facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    given, why = facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS"), ""
     if given != "1" and any(one.capability < BLACKWELL for one in facts.devices):
         shown = "is not set" if given is None else f"is {given}"
-        return Verdict(
-            part,
-            False,
-            f"CUDA_DEVICE_MAX_CONNECTIONS {shown}, and Megatron insists on 1",
-            "export CUDA_DEVICE_MAX_CONNECTIONS=1 (examples/gpt3 does)",
-        )
-    if "apex" in facts.imported:
-        return Verdict(part, True, "")
-    return Verdict(part, True, "but --sequence-parallel with local layers needs Apex's norms")
+        why = f"with CUDA_DEVICE_MAX_CONNECTIONS=1, which examples/gpt3 sets; here it {shown}"
+    if "apex" not in facts.imported:
+        why += "; " * bool(why) + "--sequence-parallel with local layers needs Apex's norms"
+    return Verdict(part, True, why)
 
 
 def _fused_kernels(facts: Facts) -> Verdict:

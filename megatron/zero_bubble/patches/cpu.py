@@ -67,12 +67,17 @@ def wanted() -> str | None:
     """The reason to run on the CPU, or None when Megatron should use CUDA.
 
     Raises:
-        ValueError: ZERO_BUBBLE_DEVICE is neither `cpu` nor `cuda`.
+        ValueError: ZERO_BUBBLE_DEVICE is neither `cpu` nor `cuda`, or `cuda` without a device.
     """
     choice = os.environ.get(DEVICE_VARIABLE)
     if choice == "cpu":
         return f"{DEVICE_VARIABLE}=cpu"
     if choice == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"{DEVICE_VARIABLE}=cuda (or --zero-bubble-device cuda), but torch finds no CUDA "
+                "device on this machine: `zero-bubble doctor` says why; 'cpu' trains without"
+            )
         return None
     if choice:
         raise ValueError(
