@@ -294,6 +294,9 @@ def test_rows_compare_with_megatrons_turn_of_the_same_round(costs: Costs) -> Non
     assert ours.predicted_bubble == pytest.approx(expected.bubble_rate)
     assert ours.memory == ours.predicted_memory == expected.peak_memory
     assert ours.different is None
+    assert ours.timeline is not None
+    assert ours.timeline.cost == pytest.approx(expected.cost)
+    assert ours.timeline.peak_memory == expected.peak_memory
     # Measured in another job of the same placement, the fused backward predicts as well.
     fused = merge(traces(build("1f1b", 3, 6), costs)).measured
     other = replace(turns[0], label="1f1b", iterations=fused)

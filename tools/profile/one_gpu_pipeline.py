@@ -130,6 +130,8 @@ def run(options: argparse.Namespace) -> int:
     bars = verdicts(results, options.ranks, size, times_count=options.device == "cuda")
     if multiprocessors:
         bars.insert(0, share_of(measured, options.ranks, multiprocessors))
+    else:
+        print("not judged: the gain over Megatron's 1F1B, since times of CPUs say nothing of GPUs")
     bars += [(False, f"job {one} failed, as said above") for one in failed]
     for met, sentence in bars:
         print(f"{'met' if met else 'MISSED'}: {sentence}")
@@ -219,7 +221,8 @@ def save(
         Path(options.json).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if options.svg is not None:
         drawn = [(one.timeline, one.label) for one in results if one.timeline is not None]
-        text = draw_all([one for one, _ in drawn], titles=[one for _, one in drawn], amount=amount)
+        titles = [f"{label}: one iteration" for _, label in drawn]
+        text = draw_all([one for one, _ in drawn], titles=titles, amount=amount)
         Path(options.svg).write_text(text, encoding="utf-8")
 
 

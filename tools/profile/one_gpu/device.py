@@ -44,9 +44,12 @@ class Unavailable(RuntimeError):
 def require_device() -> int:
     """The number of the GPU's multiprocessors; `Unavailable` without a GPU for torch, or MPS."""
     if shutil.which(CONTROL) is None:
+        driver = (
+            "" if shutil.which("nvidia-smi") else "no GPU: there is no nvidia-smi on PATH, and "
+        )
         raise Unavailable(
-            f"there is no {CONTROL} on PATH: MPS, which comes with NVIDIA's driver, gives each "
-            "rank a share of the GPU of its own; without it a bubble costs no time"
+            f"{driver}there is no {CONTROL} on PATH: MPS, which comes with NVIDIA's driver, gives "
+            "each rank a share of the GPU of its own; without it a bubble costs no time"
         )
     found = _multiprocessors()
     if found == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.profile.one_gpu.measured import (
     MeasuredTurn,
@@ -17,7 +17,9 @@ from tools.profile.one_gpu.measured import (
 from tools.profile.one_gpu.plan import FUSED, MEGATRON, Job, Size, schedule_of
 from zero_bubble.amount import BYTES
 from zero_bubble.cli.table import table
+from zero_bubble.costs import Costs
 from zero_bubble.simulate import Timeline, simulate
+from zero_bubble.trace.measured import Measured
 
 __all__ = [
     "LEAST_GAIN",
@@ -62,7 +64,7 @@ class Result:
     split_ratio: float | None
     """(B + W) / fused backward in the times of this placement."""
     timeline: Timeline | None = None
-    """Of the last iteration measured; None for Megatron's own."""
+    """Of one iteration, with the memory of another; None for Megatron's own."""
 
     @property
     def label(self) -> str:
@@ -137,8 +139,15 @@ def _result(
         allocated=max(one["allocated"] for turn in mine for one in turn.reports),
         different=next(filter(None, (difference(theirs[0], one) for one in mine)), None),
         split_ratio=None if costs is None else split_ratio(traced, costs),
-        timeline=last[-1].timeline if last else None,
+        timeline=_timeline(last, costs) if last and costs is not None else None,
     )
+
+
+def _timeline(iterations: Sequence[Measured], costs: Costs) -> Timeline:
+    """Of the iteration that took the median, the first left out, which counts memory."""
+    some = sorted(iterations[1:] or iterations, key=lambda one: one.cost)
+    shown = some[len(some) // 2].timeline
+    return replace(shown, costs=replace(shown.costs, m_b=costs.m_b, m_w=costs.m_w))
 
 
 def _bubble(turns: Sequence[MeasuredTurn]) -> float | None:
@@ -207,11 +216,13 @@ def lines(results: Sequence[Result]) -> list[str]:
     ]
     said = [table(heads, rows), "", "activations at most, MiB by stage: measured (predicted)"]
     said.append(
-        table(("schedule", "of all stages"), ((one.label, _stages(one)) for one in results))
+        table(("schedule", "stages 0, 1, ..."), ((one.label, _stages(one)) for one in results))
     )
     ratio = next((one.split_ratio for one in results if one.split_ratio is not None), None)
     said.append("")
     said.append(f"(B + W) / fused backward: {'-' if ratio is None else f'{ratio:.3f}'}")
+    if all(held is None for held in results[0].memory):
+        said.append("memory of Megatron's own schedules is counted on a GPU alone")
     said += [f"{one.label} differs: {one.different}" for one in results if one.different]
     if any(one.validates for one in results):
         said.append(
