@@ -4,7 +4,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PYTHON_RUN) -m pytest
 UNIT := $(PYTEST) tests/unit -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-full test-versions lint format support-table clean
+.PHONY: help setup demo test test-quick test-full test-versions test-engine lint format support-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -28,6 +28,9 @@ test-full: setup ## every test
 
 test-versions: setup ## what touches Megatron, against each supported version of it
 	$(PYTHON_RUN) tools/test_versions.py
+
+test-engine: setup ## layers of Transformer Engine over its real Python, from PyPI, on CPUs
+	$(PYTHON_RUN) tools/test_transformer_engine.py
 
 lint: setup ## formatting, lint, types; shell scripts and Dockerfile
 	$(PYTHON_RUN) -m ruff format --check .

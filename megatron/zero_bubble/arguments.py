@@ -316,6 +316,8 @@ _RULES = (
     Rule("--use-torch-fsdp2", "use_torch_fsdp2", "use Megatron's DistributedDataParallel"),
     Rule("--tensor-parallel-num-weight-shards", "tensor_parallel_num_weight_shards",
          _LEAVE_OUT, (None, 1), same_as="tensor_model_parallel_size"),
+    Rule("--expert-tensor-parallel-num-weight-shards", "expert_tensor_parallel_num_weight_shards",
+         _LEAVE_OUT, (None, 1), same_as="expert_tensor_parallel_size"),
     Rule("--fine-grained-activation-offloading", "fine_grained_activation_offloading", _LEAVE_OUT),
     Rule("--cpu-offloading-num-layers", "cpu_offloading_num_layers", _LEAVE_OUT, (None, 0)),
     Rule("--moe-paged-stash", "moe_paged_stash", _LEAVE_OUT),

@@ -51,11 +51,11 @@ def check_layers(args: Any, flag: str, *, disorder: str | None) -> bool:
         )
     version = _version()
     if version is None or _numbers(version) < OLDEST:
-        found = "cannot be imported" if version is None else f"is {version}"
+        found = "none can be imported" if version is None else f"the installed one is {version}"
         oldest = ".".join(map(str, OLDEST))
         raise ConfigurationError(
             f"{flag} splits the backward pass of Transformer Engine's layers from {oldest} on, but "
-            f"the installed one {found}, and --transformer-impl is {ENGINE}: {local}"
+            f"{found}, and --transformer-impl is {ENGINE}: {local}"
         )
     for rule in _ENGINE_RULES:
         if rule.broken(args):

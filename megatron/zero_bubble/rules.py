@@ -22,7 +22,7 @@ class Rule:
     def broken(self, args: Any) -> bool:
         allowed = self.allowed
         if self.same_as is not None:
-            allowed = (*allowed, getattr(args, self.same_as))
+            allowed = (*allowed, getattr(args, self.same_as, None))
         return getattr(args, self.attribute, allowed[0]) not in allowed
 
     def complaint(self, args: Any, ours: str) -> str:

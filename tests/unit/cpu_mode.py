@@ -31,7 +31,7 @@ def checks_of(module: str, *, alone: bool = False, engine: bool = False) -> Chec
     """
 
     def check(function: str, /, **arguments: Any) -> Any:
-        process = _process(module if alone or engine else "", engine)
+        process = _process(module if alone else "", engine)
         return process.submit(_call, module, function, arguments).result()
 
     return check

@@ -1,26 +1,32 @@
 """A stand-in for Transformer Engine on a CPU: not that library, but what it shows Megatron.
 
 It has what splitting B and W rests on: layers built with ``delay_wgrad_compute`` end their
-backward pass with ``wgrad_store.put``, hand autograd no gradient of the weight (a placeholder,
-where a kernel adds into ``main_grad``), and compute it in ``backward_dw``. Products are plain
-torch. Written after reading 2.8 and 2.20; where these differ, after the stricter one. What
-Megatron imports besides is there by name only.
+backward pass with ``wgrad_store.put``, hand autograd no gradient of the weight, and compute it in
+``backward_dw``. Autograd gets a placeholder where a kernel adds into ``main_grad``, and of grouped
+layers else the memory that is to be written to. Products are plain torch. Where versions differ,
+after the stricter one. `tools/test_transformer_engine.py` runs the same tests over the real Python
+of 2.8 to 2.20. What Megatron imports besides is there by name only.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from tests.unit import compiled_te
+
 __all__ = ["GroupedLinear", "LayerNormLinear", "Linear", "install"]
 
 VERSION = "2.20.2"
+REAL = "ZERO_BUBBLE_TEST_ENGINE"
 
 
 class WeightGradStore:
@@ -67,34 +73,47 @@ class _Matmul(torch.autograd.Function):  # type: ignore[misc]
         layer, fused, overwrites = ctx.layer, ctx.layer.fuse_wgrad_accumulation, ctx.overwrites
         (output,) = grad_outputs
         flat = output.reshape(-1, output.shape[-1])
-        outputs, inputs = (
-            list(one.split(ctx.splits)) for one in (flat, input.reshape(-1, input.shape[-1]))
-        )
+        outputs = flat.split(ctx.splits)
         grad_input = torch.cat([o @ w for o, w in zip(outputs, weights, strict=True)])
 
-        def weight_gradients(xs: Any, dys: Any, *_: Any) -> tuple[Any, Any, None]:
+        def weight_gradients(inputs: Any, outputs: Any, results: Any = None) -> Any:
+            xs, dys = layer.rows(inputs), layer.rows(outputs)
             products = [dy.t() @ x for x, dy in zip(xs, dys, strict=True)]
             if fused:
                 for parameter, product in zip(layer.weights(), products, strict=True):
                     if overwrites:
                         parameter.main_grad.zero_()
                     parameter.main_grad.add_(product)
+            elif results:
+                for result, product in zip(results, products, strict=True):
+                    result.copy_(product)
             of_biases = [dy.sum(dim=0) if ctx.biases else None for dy in dys]
-            return layer.as_result(products, of_biases)  # type: ignore[no-any-return]
+            return layer.as_result(products, of_biases)
 
         grad_weights: list[Any] = [None] * len(weights)
         grad_biases: list[Any] = [None] * len(weights)
-        if layer.wgrad_store.delay_wgrad_compute():
-            layer.wgrad_store.put([inputs, outputs, []], weight_gradients)
+        left = layer.left(input, flat, ctx.splits)
+        if not weights[0].requires_grad:
+            fused = False  # and biases that the layer adds get nothing either
+        elif layer.wgrad_store.delay_wgrad_compute():
+            if len(left) > 2 and not fused:
+                # Autograd gets what W writes to, and whatever lies there.
+                grad_weights = [_whatever(one) for one in weights]
+                left[2].extend(grad_weights)
+            layer.wgrad_store.put(left, weight_gradients)
         else:
-            grad_weights, grad_biases = layer.of_result(weight_gradients(inputs, outputs))
+            grad_weights, grad_biases = layer.of_result(weight_gradients(*left[:2]), None)
         if fused:
             for index, parameter in enumerate(layer.weights()):
                 parameter.grad_added_to_main_grad = True
-                # Whatever lies there: a gradient that somebody adds is noticed.
-                grad_weights[index] = torch.full_like(parameter, float("nan"))
+                grad_weights[index] = _whatever(parameter)
         biases = grad_biases if ctx.biases else ()
         return grad_input.view(input.shape), None, None, *grad_weights, *biases
+
+
+def _whatever(like: torch.Tensor) -> torch.Tensor:
+    """Memory that nobody has written to: a gradient that somebody adds is noticed."""
+    return torch.full_like(like, float("nan"))
 
 
 class _Layer(torch.nn.Module):  # type: ignore[misc]
@@ -159,8 +178,8 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
     def backward_dw(self) -> None:
         if not self.wgrad_store.delay_wgrad_compute():
             return
-        result, _ = self.wgrad_store.pop()
-        of_weights, of_biases = self.of_result(result)
+        result, tensors = self.wgrad_store.pop()
+        of_weights, of_biases = self.of_result(result, tensors)
         if not self.fuse_wgrad_accumulation:
             for parameter, gradient in zip(self.weights(), of_weights, strict=True):
                 parameter.grad = gradient
@@ -170,10 +189,19 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
 
+    def left(self, input: torch.Tensor, flat: torch.Tensor, splits: Sequence[int]) -> list[Any]:
+        """What its backward puts: the input as it came, and the gradient of the output."""
+        return [input, flat]
+
+    def rows(self, tensors: Any) -> list[torch.Tensor]:
+        return [tensors.reshape(-1, tensors.shape[-1])]
+
     def as_result(self, of_weights: list[Any], of_biases: list[Any]) -> tuple[Any, ...]:
         return of_weights[0], of_biases[0]
 
-    def of_result(self, result: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    def of_result(
+        self, result: tuple[Any, ...], tensors: list[Any] | None
+    ) -> tuple[list[Any], list[Any]]:
         return [result[0]], [result[1]]
 
 
@@ -263,11 +291,21 @@ class GroupedLinear(_Layer):
     ) -> Any:
         return self.product(inp, m_splits, is_first_microbatch)
 
+    def left(self, input: torch.Tensor, flat: torch.Tensor, splits: Sequence[int]) -> list[Any]:
+        rows = input.reshape(-1, input.shape[-1])
+        return [list(rows.split(splits)), list(flat.split(splits)), []]
+
+    def rows(self, tensors: Any) -> list[torch.Tensor]:
+        return list(tensors)
+
     def as_result(self, of_weights: list[Any], of_biases: list[Any]) -> tuple[Any, ...]:
         return of_weights, of_biases, None
 
-    def of_result(self, result: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-        return list(result[0]), list(result[1])
+    def of_result(
+        self, result: tuple[Any, ...], tensors: list[Any] | None
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of weights are where the backward has said, if that was long ago."""
+        return list(result[0] if tensors is None else tensors[2]), list(result[1])
 
 
 class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
@@ -291,7 +329,14 @@ def _nothing(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def install() -> None:
-    """Let `import transformer_engine` find this. Before Megatron is imported."""
+    """Let `import transformer_engine` find this. Before Megatron is imported.
+
+    Where the environment names a directory in `REAL`, it is the real Python that lies there.
+    """
+    real = os.environ.get(REAL)
+    if real:
+        compiled_te.install(Path(real))
+        return
     if "megatron.core" in sys.modules:
         raise RuntimeError("Megatron has looked for Transformer Engine already")
     parts: dict[str, dict[str, Any]] = {

@@ -72,6 +72,7 @@ FORBIDDEN = {
     "--use-megatron-fsdp": (True, ""),
     "--use-torch-fsdp2": (True, ""),
     "--tensor-parallel-num-weight-shards": (2, "2"),
+    "--expert-tensor-parallel-num-weight-shards": (2, "2"),
     "--fine-grained-activation-offloading": (True, ""),
     "--cpu-offloading-num-layers": (4, "4"),
     "--moe-paged-stash": (True, ""),
@@ -80,7 +81,10 @@ FORBIDDEN = {
 }
 
 
-NEW_IN_0_19 = {"--tensor-parallel-num-weight-shards"}
+NEW_IN_0_19 = {
+    "--tensor-parallel-num-weight-shards",
+    "--expert-tensor-parallel-num-weight-shards",
+}
 NEW_IN_0_18 = {"--moe-paged-stash", "--moe-expert-rank-capacity-factor"}
 
 
@@ -223,7 +227,11 @@ def engine_of(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
 @pytest.mark.parametrize(
     ("version", "found"),
-    [(None, "cannot be imported"), ("2.7.0", "is 2.7.0"), ("1.13.0+cu12", "is 1.13.0+cu12")],
+    [
+        (None, "none can be imported"),
+        ("2.7.0", "the installed one is 2.7.0"),
+        ("1.13.0+cu12", "the installed one is 1.13.0+cu12"),
+    ],
 )
 def test_split_schedules_need_layers_that_can_be_split(
     name: str, version: str | None, found: str, monkeypatch: pytest.MonkeyPatch
@@ -231,7 +239,7 @@ def test_split_schedules_need_layers_that_can_be_split(
     engine_of(version, monkeypatch)
     assert complaint(pipeline_schedule=name, **ENGINE) == (
         f"--pipeline-schedule {name} splits the backward pass of Transformer Engine's layers from "
-        f"2.8 on, but the installed one {found}, and --transformer-impl is transformer_engine: add "
+        f"2.8 on, but {found}, and --transformer-impl is transformer_engine: add "
         "--transformer-impl local"
     )
     message = complaint(pipeline_schedule=name, transformer_impl="inference_optimized")

@@ -200,7 +200,10 @@ def test_what_works_comes_with_what_to_know() -> None:
         assert said in of(facts)["training on CPUs"].why
     assert "not been tested" not in of(LAPTOP)["training on CPUs"].why
     assert "tested on CPUs only" in of(NODE)["training on GPUs"].why
-    for version, said in (("2.20.2", "or those of"), ("2.7.0", "which takes 2.8 or newer")):
+    for version, said in (
+        ("2.20.2", "or Transformer Engine 2.20.2's"),
+        ("2.7.0", "which takes 2.8 or newer"),
+    ):
         engine = replace(
             NODE,
             imported=NODE.imported | {"transformer_engine.pytorch"},

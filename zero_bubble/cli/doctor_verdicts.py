@@ -183,7 +183,7 @@ def _split_layers(facts: Facts) -> Verdict:
             oldest = ".".join(map(str, OLDEST_ENGINE))
             why += f"; Transformer Engine {version} cannot delay W's, which takes {oldest} or newer"
         else:
-            why += f"; or those of Transformer Engine {version or ''}, which have not been run yet"
+            why += f"; or Transformer Engine {version or ''}'s, not run on a GPU yet"
     return Verdict(part, True, why)
 
 

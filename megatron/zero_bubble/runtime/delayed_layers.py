@@ -30,6 +30,9 @@ from zero_bubble.schedule import Kind
 
 __all__ = ["LeftToLayer", "check_order", "delays", "leave_to", "some_delay"]
 
+QUANTIZED = "get_data_tensors"
+"""What Transformer Engine's quantized tensors have."""
+
 
 def delays(module: torch.nn.Module) -> bool:
     """Whether a backward pass of this layer leaves its weight gradient for later."""
@@ -81,18 +84,19 @@ def leave_to(
     # Megatron has registered its hook on the layer, for all parameters at once and in each
     # backward_dw. They are called by `store.accumulate`, for each when its gradient is there.
     layer.wgrad_accumulation_and_reduce_hooks.clear()
-    named = {name: one for name, one in _delayed(layer) if one.requires_grad}
-    biases = {name: one for name, one in named.items() if "bias" in name}
-    weights = {name: one for name, one in named.items() if name not in biases}
+    named = dict(_delayed(layer))
+    biases = tuple(one for name, one in named.items() if "bias" in name)
+    weights = tuple(one for name, one in named.items() if "bias" not in name)
 
     def put(tensors: list[Any], function: Callable[..., Any]) -> None:
-        store.put(
-            LeftToLayer(layer, tuple(weights.values()), tuple(biases.values()), tensors, function)
-        )
+        store.put(LeftToLayer(layer, weights, biases, _without_graph(tensors), function))
 
     layer.wgrad_store.put = put
-    if ddp is not None:
-        _watch(named, weights if layer.fuse_wgrad_accumulation else {}, store.accumulate)
+    if ddp is None:
+        for weight in filter(_trains, weights):
+            weight.register_hook(_nothing_of_worth)
+    else:
+        _watch(filter(_trains, weights), filter(_trains, biases), store.accumulate)
 
 
 def _delayed(layer: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -108,27 +112,41 @@ def _delayed(layer: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
             )
 
 
+def _trains(parameter: torch.nn.Parameter) -> bool:
+    return bool(parameter.requires_grad)
+
+
+def _nothing_of_worth(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """In place of what autograd delivers in B of a weight: see `_watch`."""
+    return None if gradient is None else torch.zeros_like(gradient)
+
+
 def _watch(
-    named: Mapping[str, torch.nn.Parameter],
-    fused: Mapping[str, torch.nn.Parameter],
+    weights: Iterable[torch.nn.Parameter],
+    biases: Iterable[torch.nn.Parameter],
     accumulate: Mapping[torch.nn.Parameter, Accumulate],
 ) -> None:
     """Take what autograd delivers in B.
 
-    Of a fused weight that is a placeholder, which would be added to the next one's, and whose hook
-    would say that the gradient is complete. Of a bias it is the gradient, wherever the layer does
-    not compute it together with the weight's: Megatron adds the bias of most row-parallel layers
-    itself, and FP8 sums it while it quantizes.
+    Of a weight that is nothing of worth: a placeholder where accumulation is fused, which would be
+    added to the next one's, and whose hook would say that the gradient is complete; of a grouped
+    layer without fusion the memory that W will write to. Of a bias it is the gradient, wherever the
+    layer does not compute it together with the weight's: Megatron adds the bias of most
+    row-parallel layers itself, and FP8 sums it while it quantizes.
     """
-    placeholders = set(fused.values())
+
+    def drop(parameter: torch.nn.Parameter) -> None:
+        parameter.grad = None
 
     def came(parameter: torch.nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None and parameter not in placeholders:
+        if gradient is not None:
             accumulate[parameter](gradient)
 
-    for parameter in named.values():
-        parameter.register_post_accumulate_grad_hook(came)
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(drop)
+    for bias in biases:
+        bias.register_post_accumulate_grad_hook(came)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +154,8 @@ class LeftToLayer:
     """A `runtime.weight_grad.Pending` that the layer itself computes.
 
     ``tensors`` and ``function`` are what the layer's backward has put: input, gradient of the
-    output, and in grouped layers where to write.
+    output, and in grouped layers where to write. ``weights`` and ``biases`` are all of the layer's:
+    it does not mind which are frozen.
     """
 
     layer: Any
@@ -147,7 +166,7 @@ class LeftToLayer:
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
-        return self.weights + self.biases
+        return tuple(filter(_trains, self.weights + self.biases))
 
     @property
     def held(self) -> tuple[torch.Tensor, ...]:
@@ -163,8 +182,9 @@ class LeftToLayer:
         return None
 
     def gradients(self, gather: Gather | None) -> Sequence[tuple[torch.nn.Parameter, torch.Tensor]]:
-        before = [one.grad for one in self.parameters]
-        for one in self.parameters:
+        own = self.weights + self.biases
+        before = [one.grad for one in own]
+        for one in own:
             one.grad = None
         had_in_b: set[torch.nn.Parameter] = set()
 
@@ -178,11 +198,13 @@ class LeftToLayer:
         kept = self.layer.wgrad_store
         type(kept).put(kept, self.tensors, function)  # its own, which `leave_to` hides
         self.layer.backward_dw()
-        found = [(one, self._of_weight(one)) for one in self.weights]
+        found = [(one, self._of_weight(one)) for one in filter(_trains, self.weights)]
         found += [
-            (one, one.grad) for one in self.biases if one not in had_in_b and one.grad is not None
+            (one, one.grad)
+            for one in filter(_trains, self.biases)
+            if one not in had_in_b and one.grad is not None
         ]
-        for one, gradient in zip(self.parameters, before, strict=True):
+        for one, gradient in zip(own, before, strict=True):
             one.grad = gradient
         return found
 
@@ -211,10 +233,20 @@ def _nothing(parameter: torch.nn.Parameter) -> torch.Tensor:
     return zero.expand(parameter.shape)
 
 
+def _without_graph(value: Any) -> Any:
+    """The same memory. A layer puts its input as it came, which until W would keep alive the graph
+    that made it, and with that what the stage has received and its gradient."""
+    if isinstance(value, list | tuple):
+        return [_without_graph(one) for one in value]
+    if torch.is_tensor(value) and value.requires_grad and not hasattr(value, QUANTIZED):
+        return value.detach()
+    return value
+
+
 def _tensors_of(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Tensors in nested lists, and in what Transformer Engine keeps of a quantized one."""
     for value in values:
-        if hasattr(value, "get_data_tensors"):
+        if hasattr(value, QUANTIZED):
             yield from _tensors_of(value.get_data_tensors())
         elif torch.is_tensor(value):
             yield value
