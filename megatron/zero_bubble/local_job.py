@@ -9,8 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.zero_bubble.signals import stopping_once, undisturbed
 
 __all__ = ["JobFailed", "run_ranks"]
 
@@ -50,6 +53,8 @@ def run_ranks(
     Raises:
         JobFailed: names the rank that failed by itself, if one did, and not the neighbours which
             failed because of it; the other ranks are ended.
+        KeyboardInterrupt: this process was told to stop, by SIGINT, SIGTERM or SIGHUP; all ranks
+            are ended.
     """
     logs.mkdir(parents=True, exist_ok=True)
     shared = {
@@ -62,26 +67,45 @@ def run_ranks(
         "MASTER_PORT": str(_free_port()),
         **(environment or {}),
     }
-    processes = []
-    try:
-        for rank in range(ranks):
-            with (logs / f"rank{rank}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *command],
-                        env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
+    processes: list[subprocess.Popen[bytes]] = []
+    with stopping_once():
+        try:
+            _start(processes, command, shared, logs)
+            _watch(processes, logs, time.monotonic() + time_limit, time_limit)
+        finally:
+            _end(processes)
+
+
+def _start(
+    processes: list[subprocess.Popen[bytes]],
+    command: Sequence[str],
+    shared: Mapping[str, str],
+    logs: Path,
+) -> None:
+    """Append a process for each rank."""
+    for rank in range(int(shared["WORLD_SIZE"])):
+        with (logs / f"rank{rank}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
-        _watch(processes, logs, time.monotonic() + time_limit, time_limit)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            )
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kill those that still run; all, before any is waited for."""
+    with undisturbed():
+        running = [one for one in processes if one.poll() is None]
+        for one in running:
+            with suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+        for one in running:
+            one.wait()
 
 
 def _watch(

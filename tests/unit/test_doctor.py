@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +49,15 @@ NODE = replace(
     environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
 )
 Capture = pytest.CaptureFixture[str]
+ROOT = Path(__file__).parents[2]
+PATIENT = """
+from zero_bubble.cli import doctor_facts
+from zero_bubble.cli.interrupt import stop_on_interrupt
+
+stop_on_interrupt()
+doctor_facts._ask_child(["apex"])
+"""
+"""What the command does of it."""
 
 
 def of(facts: Facts) -> dict[str, Verdict]:
@@ -285,6 +297,12 @@ def test_nothing_heavy_is_imported() -> None:
         ("import os; os._exit(3)", "ended with code 3: it said nothing"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("print('{}', end='')", None),
+        ("import os; os.write(2, b'caf\\xe9'); os._exit(3)", "ended with code 3: caf\ufffd"),
+        # In a process of the command's own, which has it blocked.
+        (
+            "import signal; signal.raise_signal(signal.SIGINT); raise ValueError('deaf')",
+            "KeyboardInterrupt",
+        ),
     ],
 )
 def test_imports_happen_elsewhere(
@@ -296,6 +314,62 @@ def test_imports_happen_elsewhere(
     assert "patient" not in sys.modules
     assert (said is None) == (told["errors"] == {})
     assert said is None or said in told["errors"]["patient"]
+
+
+def test_one_that_ends_the_process_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fatal.py").write_text("import os; os._exit(7)")
+    (tmp_path / "broken.py").write_text("raise OSError('no library')")
+    (tmp_path / "whole.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor_facts._ask_child(["whole", "fatal", "broken"])["errors"] == {
+        "fatal": "the process that imported it ended with code 7: it said nothing",
+        "broken": "OSError: no library",
+    }
+
+
+def test_a_broken_transformer_engine_is_what_keeps_megatron_from_importing() -> None:
+    error = "OSError: libcublas.so.13: cannot open shared object file"
+    broken = {"transformer_engine.pytorch": error, "megatron.core": error}
+    imported = LAPTOP.imported - {"megatron.core", "megatron.training"}
+    verdict = of(replace(LAPTOP, errors=broken, imported=imported))["training on CPUs"]
+    assert error in verdict.why
+    assert verdict.remedy == "mend Transformer Engine, or remove it"
+
+
+@pytest.mark.parametrize("output", [b"\xff\xfe 535.1\n", b""])
+def test_a_driver_that_prints_anything(
+    output: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_bytes(b"#!/bin/sh\nprintf '%s' '" + output.strip() + b"'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    shown = doctor_facts._driver()
+    assert (shown is None) == (not output)
+
+
+def test_ctrl_c_leaves_no_importing_process(tmp_path: Path) -> None:
+    package = tmp_path / "apex"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "time.sleep(100)"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "-c", PATIENT], env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    )
+    end = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    command.send_signal(signal.SIGINT)
+    assert command.wait(60) == 130
+    child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.slow

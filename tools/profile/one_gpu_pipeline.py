@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -44,13 +43,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 if __name__ == "__main__":
     # In place of this script's own directory, whose modules have names of the standard library's.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from megatron.zero_bubble.local_job import JobFailed, run_ranks
+from megatron.zero_bubble.signals import stopping_once
 from tools.profile.one_gpu.device import Unavailable, mps, require_device, shared_environment
 from tools.profile.one_gpu.measured import MeasuredTurn, load_turns
 from tools.profile.one_gpu.options import (
@@ -87,7 +87,8 @@ WORKER = Path(__file__).resolve().parent / "one_gpu" / "worker.py"
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; see the top of the file."""
     try:
-        return run(parser(__doc__).parse_args(argv))
+        with stopping_once():  # so that ranks and MPS are ended
+            return run(parser(__doc__).parse_args(argv))
     except Unavailable as error:
         print(
             f"one_gpu_pipeline.py: {error}. --device cpu tries the same at toy size",
@@ -233,11 +234,5 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _end(*_: Any) -> NoReturn:
-    # As Ctrl-C does, so that ranks and MPS are ended.
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)
     sys.exit(main())

@@ -14,6 +14,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,14 +43,24 @@ SHARED_MEMORY = Path("/dev/shm")
 MPS = "nvidia-cuda-mps-control"
 
 _CHILD = """
-import importlib, json, sys
+import ctypes, importlib, json, signal, sys
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the command has blocked
+try:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
+except (OSError, AttributeError):
+    pass
+said = open(int(sys.argv[3]), "w", encoding="utf-8")  # what is imported may print
+def say(**what):
+    print(json.dumps(what), file=said, flush=True)
 sys.path[:] = json.loads(sys.argv[1])
 found = {"errors": {}}
 for name in json.loads(sys.argv[2]):
+    say(trying=name)
     try:
         importlib.import_module(name)
     except BaseException as error:
         found["errors"][name] = f"{type(error).__name__}: {error}"
+say(trying="torch")
 torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
 if torch is not None and numpy is not None and "torch" not in found["errors"]:
     try:
@@ -68,7 +80,7 @@ if torch is not None and "torch" not in found["errors"]:
         found["torch"]["devices"] = [
             (one.name, one.total_memory, (one.major, one.minor)) for one in shown
         ]
-print("\\n" + json.dumps(found))
+say(found=found)
 """
 
 
@@ -186,27 +198,55 @@ def tested_versions() -> tuple[str, ...]:
 
 
 def _ask_child(names: Sequence[str], seconds: float = IMPORT_SECONDS) -> dict[str, Any]:
-    """What a process says that imports these; an error for each of them if it does not end."""
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), json.dumps(names)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        problem = f"importing {', '.join(names)} took more than {seconds:g} s"
-        return {"errors": dict.fromkeys(names, problem)}
-    try:
-        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        problem = f"the process that imported it ended with code {done.returncode}: {last}"
-        return {"errors": dict.fromkeys(names, problem)}
-    return told
+    """What a process says that imports these. One that ends the process, or does not end itself, is
+    an error of its own, and the others are asked for again without it."""
+    errors: dict[str, str] = {}
+    end = time.monotonic() + seconds
+    while True:
+        told, culprit, problem = _ask_once(names, max(1.0, end - time.monotonic()))
+        if told is not None:
+            return {**told, "errors": {**told["errors"], **errors}}
+        # Without a culprit the process said nothing at all: then there is none to leave out.
+        errors |= dict.fromkeys([culprit] if culprit else names, problem)
+        names = [name for name in names if name not in errors]
+        if not names:
+            return {"errors": errors}
+
+
+def _ask_once(
+    names: Sequence[str], seconds: float
+) -> tuple[dict[str, Any] | None, str | None, str]:
+    """(what the process found, or else which module it was in, and what became of it)."""
+    with tempfile.TemporaryFile() as said:
+        command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), json.dumps(names)]
+        try:
+            done = subprocess.run(
+                [*command, str(said.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                pass_fds=[said.fileno()],
+                timeout=seconds,
+            )
+        except subprocess.TimeoutExpired:
+            problem = f"importing it took more than {seconds:.0f} s"
+        else:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            problem = f"the process that imported it ended with code {done.returncode}: {last}"
+        said.seek(0)
+        lines = [json.loads(line) for line in said.read().decode().splitlines()]
+    if lines and "found" in lines[-1]:
+        return lines[-1]["found"], None, ""
+    return None, lines[-1].get("trying") if lines else None, problem
 
 
 def _driver() -> str | None:
     """The version of NVIDIA's kernel driver."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = done.stdout.split()

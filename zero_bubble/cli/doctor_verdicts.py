@@ -105,6 +105,9 @@ def _megatron_problems(facts: Facts) -> Iterator[tuple[str, str]]:
         if module in facts.errors:
             error = facts.errors[module]
             remedy = "pip install pyyaml" if "'yaml'" in error else MEGATRON_EXTRA
+            if error == facts.errors.get("transformer_engine.pytorch"):
+                # Megatron imports it, and takes a missing one well, but not a broken one.
+                remedy = "mend Transformer Engine, or remove it"
             yield f"{module} cannot be imported ({error})", remedy
             return
         if module not in facts.imported:

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron.zero_bubble.signals import undisturbed
+
 __all__ = [
     "CONTROL",
     "Unavailable",
@@ -129,7 +131,7 @@ def mps() -> Iterator[dict[str, str]]:
         _start(environment, logs)
         yield clients
     finally:
-        with _undisturbed():
+        with undisturbed():
             _stop(environment, pipes)
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -170,17 +172,3 @@ def _stop(environment: Mapping[str, str], pipes: Path) -> None:
         # It does not listen, or never started.
         with suppress(OSError, ValueError):
             os.kill(int((pipes / PID_FILE).read_text()), signal.SIGTERM)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Another Ctrl-C does not interrupt this."""
-    try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not in the main thread, which alone hears of it
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
