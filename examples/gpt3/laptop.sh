@@ -45,7 +45,7 @@ die() {
 NUMBERS=(PIPELINE_SIZE TENSOR_SIZE CONTEXT_PARALLEL_SIZE DATA_PARALLEL_SIZE NUM_LAYERS HIDDEN_SIZE
     NUM_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS SAVE_INTERVAL)
 for name in "${NUMBERS[@]}"; do
-    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: it must be a whole number above 0"
+    [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || die "$name=${!name}: it must be a whole number above 0"
 done
 ((GLOBAL_BATCH_SIZE % (MICRO_BATCH_SIZE * DATA_PARALLEL_SIZE) == 0)) ||
     die "GLOBAL_BATCH_SIZE=$GLOBAL_BATCH_SIZE: it must be a multiple of MICRO_BATCH_SIZE x" \

@@ -49,7 +49,8 @@ MASTER_PORT=${MASTER_PORT:-29500}
 
 # Those of them that are numbers, and those that are 0 or 1.
 NUMBERS=(PIPELINE_SIZE TENSOR_SIZE GPUS_PER_NODE NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH
-    MICRO_BATCH_SIZE NUM_MICROBATCHES TRAIN_ITERS SAVE_INTERVAL MASTER_PORT)
+    MICRO_BATCH_SIZE NUM_MICROBATCHES TRAIN_ITERS EVAL_INTERVAL LOG_INTERVAL SAVE_INTERVAL VOCAB_SIZE
+    MASTER_PORT)
 SWITCHES=(DRY_RUN FUSED SEQUENCE_PARALLEL EXIT_SIGNAL_HANDLER)
 
 die() {
@@ -83,8 +84,11 @@ set_environment() {
 check_variables() {
     local name
     for name in "${NUMBERS[@]}"; do
-        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: it must be a whole number above 0"
+        [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] ||
+            die "$name=${!name}: it must be a whole number above 0"
     done
+    ((MASTER_PORT < 65536)) || die "MASTER_PORT=$MASTER_PORT: ports go up to 65535"
+    [[ $EVAL_ITERS =~ ^[0-9]{1,9}$ ]] || die "EVAL_ITERS=$EVAL_ITERS: it must be a whole number"
     for name in "${SWITCHES[@]}"; do
         [[ ${!name} == [01] ]] || die "$name=${!name}: use 0 or 1"
     done
@@ -136,7 +140,8 @@ choose_launcher() {
 
 first_host() {
     local hosts
-    hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST:?}") ||
+    # Those of the step, where it has not got all of the job's.
+    hosts=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:?}}") ||
         die "scontrol does not say which hosts the job has: set MASTER_ADDR to the first one"
     echo "${hosts%%$'\n'*}"
 }

@@ -34,6 +34,10 @@ run_job() {
         --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}" # not inherited from sbatch since 22.05
         "${extra[@]}" "$script" "$@"
     )
+    [[ $MAX_REQUEUES =~ ^[0-9]{1,9}$ ]] || {
+        echo "MAX_REQUEUES=$MAX_REQUEUES: it must be a whole number" >&2
+        return 2
+    }
     [[ $DRY_RUN == [01] ]] || {
         echo "DRY_RUN=$DRY_RUN: use 0 or 1" >&2
         return 2

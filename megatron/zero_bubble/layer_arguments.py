@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from importlib import metadata
 from typing import Any
 
@@ -49,13 +50,11 @@ def check_layers(args: Any, flag: str, *, disorder: str | None) -> bool:
             f"{flag} splits the backward pass of Megatron's local layers and of Transformer "
             f"Engine's, but --transformer-impl is {args.transformer_impl}: {local}"
         )
-    version = _version()
-    if version is None or _numbers(version) < OLDEST:
-        found = "none can be imported" if version is None else f"the installed one is {version}"
+    if (problem := _problem()) is not None:
         oldest = ".".join(map(str, OLDEST))
         raise ConfigurationError(
             f"{flag} splits the backward pass of Transformer Engine's layers from {oldest} on, but "
-            f"{found}, and --transformer-impl is {ENGINE}: {local}"
+            f"{problem}, and --transformer-impl is {ENGINE}: {local}"
         )
     for rule in _ENGINE_RULES:
         if rule.broken(args):
@@ -84,15 +83,25 @@ def _check_local(args: Any, flag: str) -> None:
             )
 
 
-def _version() -> str | None:
-    """Of the Transformer Engine that Megatron would import; None without one."""
+def _problem() -> str | None:
+    """What is wrong with the Transformer Engine that Megatron would import; None if nothing is."""
     try:
-        package = importlib.import_module("transformer_engine")
-    except (ImportError, OSError, RuntimeError):  # the last two without its libraries
-        return None
-    given = getattr(package, "__version__", None)
-    return str(given) if given is not None else metadata.version("transformer-engine")
+        package = importlib.import_module(ENGINE)
+    except ModuleNotFoundError as error:
+        return "it is not installed" if error.name == ENGINE else f"importing it fails ({error})"
+    except (Exception, SystemExit) as error:  # without its libraries or a driver it raises anything
+        return f"importing it fails ({type(error).__name__}: {error})"
+    version = getattr(package, "__version__", None) or _version_of_package()
+    numbers = re.match(r"v?(\d+)\.(\d+)", version)
+    if numbers is None:
+        return f"the version of the installed one is not known ({version or 'it has none'})"
+    if (int(numbers[1]), int(numbers[2])) < OLDEST:
+        return f"the installed one is {version}"
+    return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in version.split(".")[:2])
+def _version_of_package() -> str:
+    try:
+        return metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        return ""

@@ -40,7 +40,7 @@ _PROGRAMS = {
     """,
     "scontrol": r"""
         case "$1 $2" in
-            "show hostnames") printf '%s\n' localhost other ;;
+            "show hostnames") tr , '\n' <<<"$3" ;;
             requeue*) echo "$2" >>"$FAKE_SLURM/requeued" ;;
             *) exit 64 ;;
         esac

@@ -228,7 +228,8 @@ def engine_of(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("version", "found"),
     [
-        (None, "none can be imported"),
+        (None, "it is not installed"),
+        ("unknown", "the version of the installed one is not known (unknown)"),
         ("2.7.0", "the installed one is 2.7.0"),
         ("1.13.0+cu12", "the installed one is 1.13.0+cu12"),
     ],
@@ -247,7 +248,29 @@ def test_split_schedules_need_layers_that_can_be_split(
     assert message.endswith("is inference_optimized: add --transformer-impl local")
 
 
-@pytest.mark.parametrize("version", ["2.8.0", "2.10.0.dev0+abc", "3.0"])
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import transformer_engine_torch", "importing it fails (No module named"),
+        ("raise OSError('no library')", "importing it fails (OSError: no library)"),
+        ("assert False, 'no driver'", "importing it fails (AssertionError: no driver)"),
+        ("raise SystemExit(3)", "importing it fails (SystemExit: 3)"),
+        ("", "the version of the installed one is not known (it has none)"),
+    ],
+)
+def test_a_broken_transformer_engine_is_named_with_the_reason(
+    text: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformer_engine.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    message = complaint(pipeline_schedule="zb-h1", **ENGINE)
+    assert f"from 2.8 on, but {found}" in message
+    assert message.endswith("add --transformer-impl local")
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.8rc1", "v2.9", "2.10.0.dev0+abc", "3.0"])
 def test_layers_that_delay_their_weight_gradients_are_told_to(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

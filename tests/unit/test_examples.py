@@ -181,6 +181,8 @@ def test_srun_s_task_is_a_rank(tmp_path: Path) -> None:
     variables, command = dry_run("1.5b.sh", **slurm, SLURM_PROCID="0", SLURM_LOCALID="0")
     assert variables.items() >= {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}.items()
     assert variables["MASTER_ADDR"] == "localhost"
+    part = slurm | {"SLURM_STEP_NODELIST": "second", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert dry_run("1.5b.sh", **part)[0]["MASTER_ADDR"] == "second"
     assert "--use-distributed-optimizer" in command
     assert script("1.5b.sh", **slurm, SLURM_PROCID="5", DRY_RUN="1").stdout == ""
 
@@ -228,6 +230,11 @@ def test_hardware_queues(tensor: str, given: str | None, expected: str) -> None:
         ("laptop.sh", {"GLOBAL_BATCH_SIZE": "15"}, "15: it must be a multiple of MICRO_BATCH_SIZE"),
         ("laptop.sh", {"NUM_LAYERS": "x"}, "NUM_LAYERS=x: it must be a whole number above 0"),
         ("slurm_one_node.sh", {"MODEL": "laptop"}, "choose 1.5b, 6.2b, 14.6b or 28.3b"),
+        ("slurm_one_node.sh", {"MAX_REQUEUES": "x"}, "MAX_REQUEUES=x: it must be a whole number"),
+        ("1.5b.sh", {"EVAL_ITERS": "abc"}, "EVAL_ITERS=abc: it must be a whole number"),
+        ("1.5b.sh", {"VOCAB_SIZE": "0"}, "VOCAB_SIZE=0: it must be a whole number above 0"),
+        ("1.5b.sh", {"MASTER_PORT": "99999"}, "MASTER_PORT=99999: ports go up to 65535"),
+        ("1.5b.sh", {"NUM_LAYERS": "9" * 20}, "it must be a whole number above 0"),
         ("slurm_one_node.sh", {"DRY_RUN": "true"}, "DRY_RUN=true: use 0 or 1"),
         ("1.5b.sh", {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: use torchrun, srun or auto"),
         ("1.5b.sh", {"LAUNCHER": "srun"}, "LAUNCHER=srun is for a script that srun has started"),

@@ -144,7 +144,10 @@ def test_without_a_gpu_the_code_is_3(
     ("words", "says"),
     [
         ("--schedules zb-h7", "--schedules zb-h7: no such schedule"),
+        ("--schedules=", "--schedules : no such schedule"),
         ("--schedules auto-0p", "--schedules auto-0p: no such schedule"),
+        ("--schedules zb-h1,auto-0.1p", "auto-0.1p: with --ranks 4 that is less than one"),
+        ("--schedules auto-0.3p --ranks 3", "auto-0.34p is the least"),
         ("--ranks 1", "--ranks 1: a pipeline has at least 2"),
         ("--layers 12", "--layers 12: expected a multiple of 8"),
         ("--schedules zb-h1 --layers 6", "--layers 6: expected a multiple of 4"),

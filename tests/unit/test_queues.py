@@ -24,6 +24,8 @@ from megatron.zero_bubble.runtime.transport import memory_taken
         ("4", 2, False, None),
         ("32", 60, False, None),
         ("many", 2, False, "=32"),
+        ("", 2, False, "=32"),
+        ("\u00b2", 2, False, "=32"),  # a digit, and no number
     ],
 )
 def test_queues_are_as_many_as_needed(
@@ -34,7 +36,8 @@ def test_queues_are_as_many_as_needed(
         assert advice is None
     else:
         assert advice is not None
-        assert advice.startswith(f"CUDA_DEVICE_MAX_CONNECTIONS is {given or 'not set'}: ")
+        shown = {None: "not set", "": "empty"}.get(given, given)
+        assert advice.startswith(f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}: ")
         assert advice.endswith(f"; export CUDA_DEVICE_MAX_CONNECTIONS{remedy}")
 
 

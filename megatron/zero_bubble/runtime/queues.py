@@ -41,7 +41,7 @@ def queue_advice(given: str | None, *, channels: int, ordered: bool) -> str | No
         ordered: whether kernels have to start in the order of their launch, so that a reduction
             over tensor- or context-parallel ranks is under way before the product that hides it.
     """
-    shown = "not set" if given is None else given
+    shown = "not set" if given is None else given or "empty"
     if ordered:
         if given == "1":
             return None
@@ -50,7 +50,7 @@ def queue_advice(given: str | None, *, channels: int, ordered: bool) -> str | No
             "in, and a reduction over tensor- or context-parallel ranks after the product that is "
             f"to hide it; export {VARIABLE}=1"
         )
-    queues = _DEFAULT if given is None else int(given) if given.isdigit() else 0
+    queues = _DEFAULT if given is None else int(given) if given.isdecimal() else 0
     if queues >= min(_MOST, channels + _OTHER_STREAMS):
         return None
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from tools.profile.one_gpu.plan import (
     ENGINE,
     LOCAL,
     Size,
+    auto_limit,
     jobs_of,
     known,
     needs_numba,
@@ -127,7 +129,8 @@ def _layer(options: argparse.Namespace) -> str:
 
 def schedules_of(options: argparse.Namespace) -> list[str]:
     """The schedules asked for; of the default ones those that can run here."""
-    asked = options.schedules.split(",") if options.schedules else list(DEFAULT_SCHEDULES)
+    given: str | None = options.schedules
+    asked = list(DEFAULT_SCHEDULES) if given is None else given.split(",")
     if unknown := [one for one in asked if not known(one)]:
         raise UsageError(
             f"--schedules {unknown[0]}: no such schedule; choose megatron, megatron-interleaved, "
@@ -170,6 +173,13 @@ def require_size(ranks: int, size: Size, schedules: Sequence[str]) -> None:
     """UsageError if the model or the batch cannot be spread over the ranks."""
     if ranks < 2:
         raise UsageError(f"--ranks {ranks}: a pipeline has at least 2")
+    for name in schedules:
+        limit = auto_limit(name)
+        if limit is not None and limit * ranks < 1:
+            raise UsageError(
+                f"--schedules {name}: with --ranks {ranks} that is less than one microbatch; "
+                f"auto-{math.ceil(100 / ranks) / 100:g}p is the least"
+            )
     linear = all(job.placement == "linear" for job in jobs_of(schedules, ["off"]))
     chunks = ranks if linear else 2 * ranks
     if size.layers % chunks:
