@@ -15,6 +15,7 @@ import pytest
 
 from megatron.zero_bubble import layer_arguments
 from megatron.zero_bubble.patches.patching import NEXT_UNKNOWN, OLDEST, TESTED_VERSIONS
+from tests.unit.processes import is_running
 from zero_bubble.cli import doctor, doctor_facts, doctor_verdicts, main
 from zero_bubble.cli.doctor_facts import Device, Facts
 from zero_bubble.cli.doctor_verdicts import Verdict, verdicts
@@ -366,8 +367,7 @@ def test_ctrl_c_leaves_no_importing_process(tmp_path: Path) -> None:
         time.sleep(0.01)
     command.send_signal(signal.SIGINT)
     assert command.wait(60) == 130
-    child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
-    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+    while is_running(int((tmp_path / "pid").read_text())):
         assert time.monotonic() < end
         time.sleep(0.01)
 

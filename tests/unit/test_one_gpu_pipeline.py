@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.processes import is_running
 from tools.profile.one_gpu import device
 from tools.profile.one_gpu.device import Unavailable, mps, rank_environment, shared_environment
 from tools.profile.one_gpu.plan import (
@@ -56,14 +57,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def told(record: Path) -> list[str]:
     return [line.split()[0] for line in record.read_text().splitlines()]
-
-
-def is_running(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def test_each_rank_has_its_share_and_is_a_host_of_its_own() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.signals import STOPPING, stopping_once, undisturbed
+from tests.unit.processes import is_running
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
@@ -28,14 +29,6 @@ rank = (
 where = Path(sys.argv[1])
 run_ranks(["-c", rank, str(where)], {RANKS}, logs=where / "logs", time_limit=90)
 """
-
-
-def is_running(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def wait_until(true: Callable[[], bool]) -> bool:
