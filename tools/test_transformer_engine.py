@@ -27,7 +27,7 @@ VARIABLE = "ZERO_BUBBLE_TEST_ENGINE"
 """What tests/unit/stand_in_te.py asks for the directory."""
 VERSIONS = ("2.8.0", "2.14.1", "2.20.2")
 """The oldest that is supported, one between, and the newest that was read."""
-TESTS = ("tests/unit/test_delayed_layers.py",)
+TESTS = ("tests/unit/test_delayed_layers.py", "tests/distributed/test_engine.py")
 # What its Python imports besides, and the environment lacks.
 COMPANIONS = (
     "annotated-types==0.8.0",

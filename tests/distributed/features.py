@@ -302,7 +302,9 @@ FEATURES: dict[str, Feature] = {
         "Overlapped tensor-parallel communication", "--tp-comm-overlap"
     ),
     "transformer_engine": _needs_gpu(
-        "Transformer Engine layers", "--transformer-impl transformer_engine"
+        "Transformer Engine layers. With a stand-in for its kernels they train to the same bits: "
+        "`tests/distributed/test_engine.py`",
+        "--transformer-impl transformer_engine",
     ),
 }
 
