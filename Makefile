@@ -1,7 +1,9 @@
 PYTHON_RUN := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON_RUN) -m pytest
+# Of the cores that this process may use; `auto` would count all of the machine's.
+WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 # A file's tests share what they set up. The distributed tests use several processes by themselves.
-UNIT := $(PYTEST) tests/unit -n auto --dist loadfile
+UNIT := $(PYTEST) tests/unit -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-quick test-full test-versions test-engine lint format support-table clean
