@@ -1,7 +1,7 @@
 PYTHON_RUN := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON_RUN) -m pytest
 # Of the cores that this process may use; `auto` would count all of the machine's.
-WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
+WORKERS := $(shell cores=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 # A file's tests share what they set up. The distributed tests use several processes by themselves.
 UNIT := $(PYTEST) tests/unit -n $(WORKERS) --dist loadfile
 

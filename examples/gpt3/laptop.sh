@@ -47,6 +47,7 @@ NUMBERS=(PIPELINE_SIZE TENSOR_SIZE CONTEXT_PARALLEL_SIZE DATA_PARALLEL_SIZE NUM_
 for name in "${NUMBERS[@]}"; do
     [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || die "$name=${!name}: it must be a whole number above 0"
 done
+[[ $EVAL_ITERS =~ ^(0|[1-9][0-9]{0,8})$ ]] || die "EVAL_ITERS=$EVAL_ITERS: it must be a whole number"
 ((GLOBAL_BATCH_SIZE % (MICRO_BATCH_SIZE * DATA_PARALLEL_SIZE) == 0)) ||
     die "GLOBAL_BATCH_SIZE=$GLOBAL_BATCH_SIZE: it must be a multiple of MICRO_BATCH_SIZE x" \
         "DATA_PARALLEL_SIZE, $((MICRO_BATCH_SIZE * DATA_PARALLEL_SIZE))"

@@ -16,6 +16,8 @@ DRY_RUN=${DRY_RUN:-0}
 # iterations or more.
 PIPELINE_SCHEDULE=${PIPELINE_SCHEDULE:-zb-h1}
 TENSOR_SIZE=${TENSOR_SIZE:-1}
+# Above 1 on GPUs with Transformer Engine alone, whose attention it takes.
+CONTEXT_SIZE=${CONTEXT_SIZE:-1}
 # Schedules that split the backward pass have been run with Megatron's local layers. Those of
 # Transformer Engine (transformer_engine; 2.8 or later) are split too, but have not been run yet.
 TRANSFORMER_IMPL=${TRANSFORMER_IMPL:-local}
@@ -48,7 +50,7 @@ MASTER_ADDR=${MASTER_ADDR:-}
 MASTER_PORT=${MASTER_PORT:-29500}
 
 # Those of them that are numbers, and those that are 0 or 1.
-NUMBERS=(PIPELINE_SIZE TENSOR_SIZE GPUS_PER_NODE NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH
+NUMBERS=(PIPELINE_SIZE TENSOR_SIZE CONTEXT_SIZE GPUS_PER_NODE NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH
     MICRO_BATCH_SIZE NUM_MICROBATCHES TRAIN_ITERS EVAL_INTERVAL LOG_INTERVAL SAVE_INTERVAL VOCAB_SIZE
     MASTER_PORT)
 SWITCHES=(DRY_RUN FUSED SEQUENCE_PARALLEL EXIT_SIGNAL_HANDLER)
@@ -65,7 +67,7 @@ set_environment() {
     export ZERO_BUBBLE_DEVICE=${ZERO_BUBBLE_DEVICE:-cuda}
     # Ranks share the cores of a node.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    if ((TENSOR_SIZE > 1)); then
+    if ((TENSOR_SIZE > 1 || CONTEXT_SIZE > 1)); then
         # One hardware queue: kernels start in the order of their launch, so that a reduction of
         # tensor parallelism is under way before the product it hides behind fills the chip.
         # Megatron insists on it, for GPUs before Blackwell.
@@ -88,15 +90,13 @@ check_variables() {
             die "$name=${!name}: it must be a whole number above 0"
     done
     ((MASTER_PORT < 65536)) || die "MASTER_PORT=$MASTER_PORT: ports go up to 65535"
-    [[ $EVAL_ITERS =~ ^[0-9]{1,9}$ ]] || die "EVAL_ITERS=$EVAL_ITERS: it must be a whole number"
+    [[ $EVAL_ITERS =~ ^(0|[1-9][0-9]{0,8})$ ]] || die "EVAL_ITERS=$EVAL_ITERS: it must be a whole number"
     for name in "${SWITCHES[@]}"; do
         [[ ${!name} == [01] ]] || die "$name=${!name}: use 0 or 1"
     done
-    : "${NNODES:=$(((PIPELINE_SIZE * TENSOR_SIZE + GPUS_PER_NODE - 1) / GPUS_PER_NODE))}"
-    [[ $NNODES =~ ^[1-9][0-9]*$ ]] || die "NNODES=$NNODES: it must be a whole number above 0"
-    if [[ ! ${NODE_RANK:-0} =~ ^[0-9]+$ ]] || ((${NODE_RANK:-0} >= NNODES)); then
-        die "NODE_RANK=$NODE_RANK: with $NNODES nodes it is 0 to $((NNODES - 1))"
-    fi
+    replica=$((PIPELINE_SIZE * TENSOR_SIZE * CONTEXT_SIZE))
+    : "${NNODES:=$(((replica + GPUS_PER_NODE - 1) / GPUS_PER_NODE))}"
+    [[ $NNODES =~ ^[1-9][0-9]{0,8}$ ]] || die "NNODES=$NNODES: it must be a whole number above 0"
     [[ $DRY_RUN == 1 || -z $SAVE ]] || { mkdir -p "$SAVE" && [[ -w $SAVE ]]; } ||
         die "SAVE=$SAVE: no checkpoint can be written there"
 }
@@ -127,6 +127,10 @@ choose_launcher() {
                 elif [[ $DRY_RUN == 1 ]]; then # those of the first node
                     NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-$HOSTNAME}
                 fi
+                if [[ ! ${NODE_RANK:-0} =~ ^(0|[1-9][0-9]{0,8})$ ]] ||
+                    ((${NODE_RANK:-0} >= NNODES)); then
+                    die "NODE_RANK=$NODE_RANK: with $NNODES nodes it is 0 to $((NNODES - 1))"
+                fi
                 [[ -n $NODE_RANK && -n $MASTER_ADDR ]] ||
                     die "$NNODES nodes: run it on each of them with MASTER_ADDR=the first node's" \
                         "name and NODE_RANK=0 to $((NNODES - 1)), or let srun start it"
@@ -147,13 +151,13 @@ first_host() {
 }
 
 launch() {
-    local world start replicas layers command
+    local world start replica replicas layers command
     check_variables
     choose_launcher
-    replicas=$((world / (PIPELINE_SIZE * TENSOR_SIZE)))
-    ((replicas >= 1 && world % (PIPELINE_SIZE * TENSOR_SIZE) == 0)) ||
+    replicas=$((world / replica))
+    ((replicas >= 1 && world % replica == 0)) ||
         die "$world ranks are no multiple of PIPELINE_SIZE $PIPELINE_SIZE x TENSOR_SIZE" \
-            "$TENSOR_SIZE: start $((PIPELINE_SIZE * TENSOR_SIZE)) ranks, or a multiple of that"
+            "$TENSOR_SIZE x CONTEXT_SIZE $CONTEXT_SIZE: start $replica ranks, or a multiple of that"
     set_environment
 
     layers=(--num-layers "$NUM_LAYERS")
@@ -168,6 +172,7 @@ launch() {
         --pipeline-schedule "$PIPELINE_SCHEDULE"
         --pipeline-model-parallel-size "$PIPELINE_SIZE"
         --tensor-model-parallel-size "$TENSOR_SIZE"
+        --context-parallel-size "$CONTEXT_SIZE"
         --transformer-impl "$TRANSFORMER_IMPL"
         "${layers[@]}"
         --hidden-size "$HIDDEN_SIZE"

@@ -31,10 +31,11 @@ run_job() {
     find_each_other "$nodes"
     local command=(
         srun --nodes "$nodes" --ntasks-per-node "$gpus" --kill-on-bad-exit=1 --label
+        --export=ALL # what is exported above, whatever sbatch was told to pass on
         --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}" # not inherited from sbatch since 22.05
         "${extra[@]}" "$script" "$@"
     )
-    [[ $MAX_REQUEUES =~ ^[0-9]{1,9}$ ]] || {
+    [[ $MAX_REQUEUES =~ ^(0|[1-9][0-9]{0,8})$ ]] || {
         echo "MAX_REQUEUES=$MAX_REQUEUES: it must be a whole number" >&2
         return 2
     }

@@ -3,8 +3,8 @@
 gloo's threads own what they send and reduce a moment longer than the caller who waited for it. One
 that lets go of a tensor while Python shuts down asks for the interpreter's lock, which then ends
 the thread inside C++ code: "terminate called without an active exception", and a run that did all
-its work ends with code -6. Seen with torch 2.11 on busy machines; reported as pytorch/pytorch
-#179291.
+its work ends with code -6. Seen with torch 2.11 on busy machines; PyTorch's
+developers know it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.zero_bubble.signals import stopping_once, undisturbed
+from megatron.zero_bubble.signals import held_back, stopping_once
 
 __all__ = ["JobFailed", "run_ranks"]
 
@@ -84,7 +84,8 @@ def _start(
 ) -> None:
     """Append a process for each rank."""
     for rank in range(int(shared["WORLD_SIZE"])):
-        with (logs / f"rank{rank}.log").open("wb") as log:
+        # Interrupted in between, a process would be there that nobody knows.
+        with held_back(), (logs / f"rank{rank}.log").open("wb") as log:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *command],
@@ -99,7 +100,7 @@ def _start(
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Kill those that still run; all, before any is waited for."""
-    with undisturbed():
+    with held_back():
         running = [one for one in processes if one.poll() is None]
         for one in running:
             with suppress(ProcessLookupError):

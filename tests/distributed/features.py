@@ -299,7 +299,9 @@ FEATURES: dict[str, Feature] = {
     "nccl": _needs_gpu("NCCL", "--distributed-backend nccl"),
     "fused_accumulation": _needs_gpu("Fused gradient accumulation (the default on a GPU)", ""),
     "overlapped_tensor_communication": _needs_gpu(
-        "Overlapped tensor-parallel communication", "--tp-comm-overlap"
+        "Overlapped tensor-parallel communication. With Transformer Engine's layers schedules that "
+        "split refuse it",
+        "--tp-comm-overlap",
     ),
     "transformer_engine": _needs_gpu(
         "Transformer Engine layers. With a stand-in for its kernels they train to the same bits: "

@@ -12,16 +12,19 @@ __all__ = ["install"]
 
 _PROGRAMS = {
     "srun": r"""
-        nodes=1 each=1
+        nodes=1 each=1 passes_on=
         while [[ $1 == --* ]]; do
             case $1 in
                 --nodes) nodes=$2; shift 2 ;;
                 --ntasks-per-node) each=$2; shift 2 ;;
                 --cpus-per-task) shift 2 ;;
                 --kill-on-bad-exit=1 | --label) shift ;;
+                --export=ALL) passes_on=1; shift ;;
                 *) echo "srun: $1?" >&2; exit 64 ;;
             esac
         done
+        # As after sbatch --export=..., which srun would go by.
+        [[ -n $passes_on ]] || set -- env -i PATH="$PATH" FAKE_SLURM="$FAKE_SLURM" "$@"
         tasks=()
         export SLURM_STEP_NUM_TASKS=$((nodes * each))
         for ((task = 0; task < nodes * each; task++)); do

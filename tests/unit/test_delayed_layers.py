@@ -45,11 +45,12 @@ def test_other_models(kind: str, fused: bool) -> None:
     check_gpt("whole_gpt", dtype="bf16", overlap=True, fused=fused, kind=kind)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused accumulation"])
 @pytest.mark.parametrize("what", ["weight", "bias"])
 @pytest.mark.parametrize("bias", ["inside", "outside"])
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
-def test_what_does_not_train(kind: str, bias: str, what: str) -> None:
-    check("frozen", kind=kind, bias=bias, fused=False, what=what)
+def test_what_does_not_train(kind: str, bias: str, what: str, fused: bool) -> None:
+    check("frozen", kind=kind, bias=bias, fused=fused, what=what)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +65,10 @@ def test_besides(what: str) -> None:
     check(what)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused accumulation"])
 @pytest.mark.parametrize("kind", ["linear", "norm and linear", "grouped"])
-def test_what_is_held_until_w(kind: str) -> None:
-    check("what_is_held", kind=kind)
+def test_what_is_held_until_w(kind: str, fused: bool) -> None:
+    check("what_is_held", kind=kind, fused=fused)
 
 
 @pytest.mark.parametrize("what", ["the_config", "the_arguments", "out_of_order"])

@@ -183,10 +183,16 @@ def test_all_that_does_not_work_has_a_reason_and_a_remedy() -> None:
             "unset it",
         ),
         (
-            replace(NODE, errors={"numpy": "by torch: RuntimeError: Numpy is not available"}),
+            replace(NODE, errors={"numpy": "RuntimeError: Numpy is not available"}),
             "training on GPUs",
-            "numpy 2.4.6 cannot be used by torch: RuntimeError: Numpy is not available",
+            "torch cannot use numpy 2.4.6 (RuntimeError: Numpy is not available)",
             "another numpy",
+        ),
+        (
+            replace(NODE, devices=(), errors={"CUDA devices": "the process ended with code -11"}),
+            "training on GPUs",
+            "torch cannot say which devices there are (the process ended with code -11)",
+            "mend the driver",
         ),
         (without(LAPTOP, "psutil"), "checkpoints", "without psutil", "pip install psutil"),
         (replace(NODE, mps=None), "several stages on one GPU", "is not on PATH", "driver"),
@@ -294,7 +300,7 @@ def test_nothing_heavy_is_imported() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("import time; time.sleep(60)", "took more than 1 s"),
+        ("import time; time.sleep(60)", "it took more than 1 s"),
         ("import os; os._exit(3)", "ended with code 3: it said nothing"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("print('{}', end='')", None),
@@ -325,9 +331,40 @@ def test_one_that_ends_the_process_does_not_hide_the_others(
     (tmp_path / "whole.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert doctor_facts._ask_child(["whole", "fatal", "broken"])["errors"] == {
-        "fatal": "the process that imported it ended with code 7: it said nothing",
+        "fatal": "the process ended with code 7: it said nothing",
         "broken": "OSError: no library",
     }
+
+
+TORCH = """
+class version: cuda = "13.0"
+class distributed:
+    is_available = staticmethod(lambda: False)
+class cuda:
+    @staticmethod
+    def is_available():
+        {does}
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("import os; os._exit(7)", "the process ended with code 7: it said nothing"),
+        ("import time; time.sleep(60)", "it took more than 3 s"),
+        ("raise RuntimeError('no driver')", "RuntimeError: no driver"),
+    ],
+)
+def test_a_driver_that_crashes_or_hangs_is_no_broken_torch(
+    does: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text(TORCH.format(does=does))
+    # Asked again, it is imported again, in as much time as before.
+    (tmp_path / "slow.py").write_text("import time, torch; time.sleep(1.5)")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = doctor_facts._ask_child(["torch", "slow"], seconds=3)
+    assert told["errors"] == {"CUDA devices": said}
+    assert told["found"]["cuda"] == "13.0"
 
 
 def test_a_broken_transformer_engine_is_what_keeps_megatron_from_importing() -> None:

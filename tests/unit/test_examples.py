@@ -144,6 +144,12 @@ def test_batch_scripts_start_a_model_by_srun(name: str) -> None:
             {"PIPELINE_SCHEDULE": "auto", "SAVE": "/tmp/none"},
             {"pipeline_schedule": "auto", "save": "/tmp/none"},
         ),
+        (
+            "1.5b.sh",
+            16,
+            {"CONTEXT_SIZE": "2", "PIPELINE_SCHEDULE": "megatron"},
+            {"context_parallel_size": 2, "data_parallel_size": 1, "global_batch_size": 6 * 24},
+        ),
         ("1.5b.sh", 8, {"PIPELINE_SCHEDULE": "megatron"}, {"pipeline_schedule": "megatron"}),
         ("1.5b.sh", 8, {"PIPELINE_SCHEDULE": "zb-v"}, {"pipeline_schedule": "zb-v"}),
         ("1.5b.sh", 2, TOY | {"GPUS_PER_NODE": "2"}, {"num_layers": 2, "data_parallel_size": 1}),
@@ -182,6 +188,8 @@ def test_srun_s_task_is_a_rank(tmp_path: Path) -> None:
     assert dry_run("1.5b.sh", **part)[0]["MASTER_ADDR"] == "second"
     assert "--use-distributed-optimizer" in command
     assert script("1.5b.sh", **slurm, SLURM_PROCID="5", DRY_RUN="1").stdout == ""
+    # A site may have set it for something else.
+    assert dry_run("1.5b.sh", **slurm, SLURM_PROCID="0", NODE_RANK="3")
 
 
 def test_srun_s_task_is_a_node_s_torchrun(tmp_path: Path) -> None:
@@ -203,6 +211,8 @@ def test_hardware_queues(tensor: str, given: str | None, expected: str) -> None:
     variables, _ = dry_run("1.5b.sh", TENSOR_SIZE=tensor, **environment)
     assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
     assert variables["ZERO_BUBBLE_DEVICE"] == "cuda"
+    others = dry_run("1.5b.sh", CONTEXT_SIZE=tensor, **environment)[0]
+    assert others["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
 
 
 @pytest.mark.parametrize(
@@ -219,6 +229,10 @@ def test_hardware_queues(tensor: str, given: str | None, expected: str) -> None:
         ("28.3b.sh", {"NODE_RANK": "4"}, "NODE_RANK=4: with 4 nodes it is 0 to 3"),
         ("1.5b.sh", {"PIPELINE_SIZE": "abc"}, "PIPELINE_SIZE=abc: it must be a whole number"),
         ("1.5b.sh", {"PIPELINE_SIZE": "0"}, "PIPELINE_SIZE=0: it must be a whole number above"),
+        ("28.3b.sh", {"NODE_RANK": "08"}, "NODE_RANK=08: with 4 nodes it is 0 to 3"),
+        ("slurm_one_node.sh", {"MAX_REQUEUES": "08"}, "MAX_REQUEUES=08: it must be a whole number"),
+        ("laptop.sh", {"EVAL_ITERS": "x"}, "EVAL_ITERS=x: it must be a whole number"),
+        ("1.5b.sh", {"NNODES": "9" * 20}, "it must be a whole number above 0"),
         ("1.5b.sh", {"NNODES": "two"}, "NNODES=two: it must be a whole number above 0"),
         ("1.5b.sh", {"DRY_RUN": "true"}, "DRY_RUN=true: use 0 or 1"),
         ("1.5b.sh", {"SAVE": "/proc/none"}, "SAVE=/proc/none: no checkpoint can be written"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron.zero_bubble.runtime.queues import queue_advice
+from megatron.zero_bubble.runtime.queues import advise, queue_advice
 from megatron.zero_bubble.runtime.transport import memory_taken
+from zero_bubble.placement import linear
+from zero_bubble.program import channels_between
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,32 @@ def test_queues_are_as_many_as_needed(
         shown = {None: "not set", "": "empty"}.get(given, given)
         assert advice.startswith(f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}: ")
         assert advice.endswith(f"; export CUDA_DEVICE_MAX_CONNECTIONS{remedy}")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "capability", "warned"),
+    [
+        (2, 1, (9, 0), True),
+        (1, 2, (8, 0), True),
+        (1, 1, (9, 0), False),
+        (2, 2, (10, 0), False),  # where Megatron has no such condition
+    ],
+)
+def test_one_queue_is_asked_for_where_megatron_insists_on_it(
+    tensor: int,
+    context: int,
+    capability: tuple[int, int],
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    config = SimpleNamespace(tensor_model_parallel_size=tensor, context_parallel_size=context)
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        advise(1, channels_between(linear(4)), config)
+    assert [one.message.startswith("stage 1: CUDA_DEVICE_MAX") for one in caplog.records] == (
+        [True] * warned
+    )
 
 
 def test_memory_of_communicators_is_what_the_device_lacks_and_torch_has_not_got() -> None:

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.signals import STOPPING, stopping_once, undisturbed
+from megatron.zero_bubble import local_job
+from megatron.zero_bubble.signals import STOPPING, held_back, stopping_once
 from tests.unit.processes import is_running
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +64,7 @@ def test_the_first_signal_interrupts_and_later_ones_do_not() -> None:
     def clean_up() -> None:
         for one in STOPPING:
             signal.raise_signal(one)
-        with stopping_once(), undisturbed():  # as what is called in here does
+        with stopping_once(), held_back():  # as what is called in here does
             signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGINT)
         reached.append("the end")
@@ -90,9 +92,56 @@ def test_a_signal_that_was_ignored_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_nothing_is_heard_in_between() -> None:
-    with undisturbed():
-        for one in STOPPING:
-            signal.raise_signal(one)
+def test_what_comes_in_between_interrupts_at_the_end_of_it() -> None:
+    reached = []
+
+    def work() -> None:
+        with stopping_once():
+            with held_back():
+                with held_back():
+                    signal.raise_signal(signal.SIGHUP)
+                reached.append("inner")
+            reached.append("outer")
+
     with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+        work()
+    assert reached == ["inner"]
+    with held_back():  # outside nothing changes
+        pass
+
+
+def test_a_signal_while_a_rank_is_started_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when the process is there, and nobody has been told its number."""
+    started: list[int] = []
+    popen = subprocess.Popen
+
+    def late(*given: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = popen(*given, **options)
+        started.append(process.pid)
+        signal.raise_signal(signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", late)
+    with pytest.raises(KeyboardInterrupt):
+        local_job.run_ranks(["-c", "import time; time.sleep(100)"], 3, logs=tmp_path, time_limit=50)
+    assert len(started) == 1
+    assert not is_running(started[0])
+
+
+def test_a_first_signal_while_it_cleans_up_comes_after_that() -> None:
+    cleaned = []
+
+    def work() -> None:
+        with stopping_once():
+            try:
+                raise ValueError("something else")
+            finally:
+                with held_back():
+                    signal.raise_signal(signal.SIGINT)
+                    cleaned.append("all")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert cleaned == ["all"]

@@ -91,7 +91,8 @@ def _shown(facts: Facts) -> Iterable[tuple[str, str]]:
         shown = versions.get(name, "not installed")
         error = facts.errors.get(module or name)
         if error is not None:
-            return f"{shown}; cannot be imported ({error})"
+            problem = "torch cannot use it" if name == "numpy" else "cannot be imported"
+            return f"{shown}; {problem} ({error})"
         # Built with a system's torch, a package may have no metadata.
         return "there" if shown == "not installed" and module in facts.imported else shown
 
@@ -103,7 +104,7 @@ def _shown(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "CUDA devices", "\n".join(
         f"{one.name}, {one.memory / 2**30:.0f} GiB, sm_{one.capability[0]}{one.capability[1]}"
         for one in facts.devices
-    ) or "none"  # fmt: skip
+    ) or facts.errors.get("CUDA devices", "none")  # fmt: skip
     yield "NCCL", facts.nccl or "none"
     yield "megatron-core", package("megatron-core", "megatron.core") + _tested(facts)
     yield "Transformer Engine", package("transformer-engine", "transformer_engine.pytorch")

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +38,8 @@ IMPORTS = ("torch", "megatron.core", "megatron.training", "transformer_engine.py
 """What may be installed and still fail: each needs others, of certain versions, or a driver."""
 IMPORT_SECONDS = 300.0
 """For all of them; a quarter of a minute where nothing else runs and the disk is fast."""
+QUESTIONS = ("build of torch", "numpy", "CUDA devices")
+"""What torch is asked for once it is imported: each may fail, or end the process."""
 SHARED_MEMORY = Path("/dev/shm")
 MPS = "nvidia-cuda-mps-control"
 
@@ -52,35 +53,39 @@ except (OSError, AttributeError):
 said = open(int(sys.argv[3]), "w", encoding="utf-8")  # what is imported may print
 def say(**what):
     print(json.dumps(what), file=said, flush=True)
+def build():
+    if "torch" not in sys.modules:
+        return {}
+    import torch
+    shared = torch.distributed
+    nccl = shared.is_available() and shared.is_nccl_available()
+    return {
+        "cuda": torch.version.cuda,
+        "gloo": shared.is_available() and shared.is_gloo_available(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+    }
+def numpy():
+    if "torch" in sys.modules and "numpy" in sys.modules:
+        sys.modules["torch"].from_numpy(sys.modules["numpy"].zeros(1))
+    return {}
+def devices():
+    if "torch" not in sys.modules or not sys.modules["torch"].cuda.is_available():
+        return {}
+    cuda = sys.modules["torch"].cuda
+    shown = [cuda.get_device_properties(i) for i in range(cuda.device_count())]
+    return {"devices": [(one.name, one.total_memory, (one.major, one.minor)) for one in shown]}
+questions = {"build of torch": build, "numpy": numpy, "CUDA devices": devices}
 sys.path[:] = json.loads(sys.argv[1])
-found = {"errors": {}}
 for name in json.loads(sys.argv[2]):
     say(trying=name)
     try:
-        importlib.import_module(name)
+        if name in questions:
+            say(found=questions[name]())
+        else:
+            importlib.import_module(name)
     except BaseException as error:
-        found["errors"][name] = f"{type(error).__name__}: {error}"
-say(trying="torch")
-torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-if torch is not None and numpy is not None and "torch" not in found["errors"]:
-    try:
-        torch.from_numpy(numpy.zeros(1))
-    except BaseException as error:
-        found["errors"]["numpy"] = f"by torch: {type(error).__name__}: {error}"
-if torch is not None and "torch" not in found["errors"]:
-    found["torch"] = {
-        "cuda": torch.version.cuda,
-        "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
-        "available": torch.cuda.is_available(),
-    }
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        found["torch"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if torch.cuda.is_available():
-        shown = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        found["torch"]["devices"] = [
-            (one.name, one.total_memory, (one.major, one.minor)) for one in shown
-        ]
-say(found=found)
+        say(failed=name, why=f"{type(error).__name__}: {error}")
+say(trying=None)
 """
 
 
@@ -104,8 +109,8 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of those of `DISTRIBUTIONS` that are installed."""
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Of those of `IMPORTS` that are there and cannot be imported; and of numpy, where torch cannot
-    use it, being built for another one."""
+    """Of those of `IMPORTS` that are there and cannot be imported, and of `QUESTIONS` without an
+    answer."""
     imported: frozenset[str] = frozenset()
     """Those of `IMPORTS` that could be."""
     tested_megatron: tuple[str, ...] = ()
@@ -132,7 +137,7 @@ def gather() -> Facts:
     present = [name for name in IMPORTS if _is_there(name)]
     told = _ask_child(present)
     errors: dict[str, str] = told["errors"]
-    torch: dict[str, Any] = told.get("torch", {})
+    torch: dict[str, Any] = told["found"]
     return Facts(
         python=sys.version_info[:3],
         executable=sys.executable,
@@ -198,25 +203,29 @@ def tested_versions() -> tuple[str, ...]:
 
 
 def _ask_child(names: Sequence[str], seconds: float = IMPORT_SECONDS) -> dict[str, Any]:
-    """What a process says that imports these. One that ends the process, or does not end itself, is
-    an error of its own, and the others are asked for again without it."""
-    errors: dict[str, str] = {}
-    end = time.monotonic() + seconds
-    while True:
-        told, culprit, problem = _ask_once(names, max(1.0, end - time.monotonic()))
-        if told is not None:
-            return {**told, "errors": {**told["errors"], **errors}}
+    """What a process says that imports these and answers `QUESTIONS`.
+
+    One of them that ends the process, or does not end within ``seconds``, is an error of its own,
+    and the others are asked for again without it.
+    """
+    left, found, errors = [*names, *QUESTIONS], dict[str, Any](), dict[str, str]()
+    while left:
+        said, problem = _ask_once(left, seconds)
+        for line in said:
+            found |= line.get("found", {})
+        errors |= {line["failed"]: line["why"] for line in said if "failed" in line}
+        tried = [line["trying"] for line in said if "trying" in line] or [None]
+        if said and tried[-1] is None:
+            break
         # Without a culprit the process said nothing at all: then there is none to leave out.
-        errors |= dict.fromkeys([culprit] if culprit else names, problem)
-        names = [name for name in names if name not in errors]
-        if not names:
-            return {"errors": errors}
+        culprits = [one for one in left if tried[-1] in (one, None)]
+        errors |= dict.fromkeys(culprits, problem)
+        left = [one for one in left if one not in culprits]
+    return {"errors": errors, "found": found}
 
 
-def _ask_once(
-    names: Sequence[str], seconds: float
-) -> tuple[dict[str, Any] | None, str | None, str]:
-    """(what the process found, or else which module it was in, and what became of it)."""
+def _ask_once(names: Sequence[str], seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """The lines that a process said, and what became of it."""
     with tempfile.TemporaryFile() as said:
         command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), json.dumps(names)]
         try:
@@ -231,15 +240,12 @@ def _ask_once(
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
-            problem = f"importing it took more than {seconds:.0f} s"
+            problem = f"it took more than {seconds:g} s"
         else:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            problem = f"the process that imported it ended with code {done.returncode}: {last}"
+            problem = f"the process ended with code {done.returncode}: {last}"
         said.seek(0)
-        lines = [json.loads(line) for line in said.read().decode().splitlines()]
-    if lines and "found" in lines[-1]:
-        return lines[-1]["found"], None, ""
-    return None, lines[-1].get("trying") if lines else None, problem
+        return [json.loads(line) for line in said.read().decode().splitlines()], problem
 
 
 def _driver() -> str | None:

@@ -89,9 +89,11 @@ def _training_problems(facts: Facts) -> Iterator[tuple[str, str]]:
     torch = _numbers(facts.versions.get("torch", "99"))
     if torch < OLDEST_TORCH:
         yield f"torch {facts.versions['torch']} is older than 2.6", MEGATRON_EXTRA
+    if "build of torch" in facts.errors:
+        yield f"torch is not whole ({facts.errors['build of torch']})", "mend it, or " + SETUP
     if "numpy" in facts.errors:
         numpy = facts.versions.get("numpy", "")
-        yield f"numpy {numpy} cannot be used {facts.errors['numpy']}", "another numpy"
+        yield f"torch cannot use numpy {numpy} ({facts.errors['numpy']})", "another numpy"
     yield from _megatron_problems(facts)
 
 
@@ -142,7 +144,10 @@ def _gpu_problems(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "ZERO_BUBBLE_DEVICE=cpu keeps to the CPU", "unset it"
     if "torch" not in facts.imported:
         return
-    if facts.torch_cuda is None:
+    if "CUDA devices" in facts.errors:
+        problem = facts.errors["CUDA devices"]
+        yield f"torch cannot say which devices there are ({problem})", "mend the driver, or CUDA"
+    elif facts.torch_cuda is None:
         yield "this torch was built without CUDA", MEGATRON_EXTRA
     elif facts.driver is None and not facts.devices:
         yield "no driver of NVIDIA's answers (nvidia-smi)", "a machine with GPUs, docker --gpus all"

@@ -104,9 +104,9 @@ def _delayed(layer: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for name, one in layer.named_parameters(recurse=False):
         if getattr(one, "skip_backward_post_hook", False):
             yield name, one
-        elif name.startswith("bias"):
+        elif name.startswith(("weight", "bias")):
             raise ConfigurationError(
-                f"the bias of {type(layer).__name__} was replaced after the layer was built, and "
+                f"{name} of {type(layer).__name__} was replaced after the layer was built, and "
                 "DistributedDataParallel counts on its gradient in the backward pass: leave out "
                 "--use-cpu-initialization"
             )
@@ -170,7 +170,9 @@ class LeftToLayer:
 
     @property
     def held(self) -> tuple[torch.Tensor, ...]:
-        return tuple(_tensors_of(self.tensors[:2]))
+        # The third is where a grouped layer's gradients go: memory of its own, or `main_grad`.
+        own = self.tensors[:2] if self.layer.fuse_wgrad_accumulation else self.tensors
+        return tuple(_tensors_of(own))
 
     @property
     def lendable(self) -> bool:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Collection
 from typing import Any
 
+import torch
+
 from zero_bubble.program import Channel
 
 __all__ = ["advise", "queue_advice"]
@@ -16,6 +18,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _DEFAULT = 8  # CUDA's own
 _MOST = 32  # CUDA takes no more
+_BLACKWELL = (10, 0)
 _OTHER_STREAMS = 2  # of compute, and of reductions over data-parallel ranks
 
 
@@ -24,10 +27,16 @@ def advise(stage: int, channels: Collection[Channel], config: Any) -> None:
     advice = queue_advice(
         os.environ.get(VARIABLE),
         channels=sum(stage in (one.source, one.target) for one in channels),
-        ordered=config.tensor_model_parallel_size > 1 or config.context_parallel_size > 1,
+        ordered=_needs_order(config),
     )
     if advice is not None:
         logger.warning("stage %d: %s", stage, advice)
+
+
+def _needs_order(config: Any) -> bool:
+    """As Megatron has it: from Blackwell on kernels keep their order in any number of queues."""
+    shares = config.tensor_model_parallel_size > 1 or config.context_parallel_size > 1
+    return bool(shares and torch.cuda.get_device_capability() < _BLACKWELL)
 
 
 def queue_advice(given: str | None, *, channels: int, ordered: bool) -> str | None:

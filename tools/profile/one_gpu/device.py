@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron.zero_bubble.signals import undisturbed
+from megatron.zero_bubble.signals import held_back, stopping_once
 
 __all__ = [
     "CONTROL",
@@ -125,15 +125,16 @@ def mps() -> Iterator[dict[str, str]]:
     environment = {**os.environ, **clients}
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     environment["CUDA_VISIBLE_DEVICES"] = first or "0"
-    try:
-        for path in (pipes, logs):
-            path.mkdir()
-        _start(environment, logs)
-        yield clients
-    finally:
-        with undisturbed():
-            _stop(environment, pipes)
-            shutil.rmtree(directory, ignore_errors=True)
+    with stopping_once():
+        try:
+            for path in (pipes, logs):
+                path.mkdir()
+            _start(environment, logs)
+            yield clients
+        finally:
+            with held_back():
+                _stop(environment, pipes)
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _start(environment: Mapping[str, str], logs: Path) -> None:
