@@ -25,7 +25,7 @@ def _config(*extra: str, **fields: object) -> Config:
     return Config(**{"iterations": 7, "extra": extra, **fields})  # type: ignore[arg-type]
 
 
-def _needs_gpu(title: str, flags: str, **rejected: Promise) -> Feature:
+def _needs_gpu(title: str, flags: str, note: str = "", **rejected: Promise) -> Feature:
     """A row for what no CPU can run."""
     elsewhere = Promise("untested", why="not run here")
     return Feature(
@@ -34,6 +34,7 @@ def _needs_gpu(title: str, flags: str, **rejected: Promise) -> Feature:
         Config(),
         promises=_everywhere(elsewhere) | rejected,
         flags_as_typed=flags,
+        note=note,
     )
 
 
@@ -299,14 +300,15 @@ FEATURES: dict[str, Feature] = {
     "nccl": _needs_gpu("NCCL", "--distributed-backend nccl"),
     "fused_accumulation": _needs_gpu("Fused gradient accumulation (the default on a GPU)", ""),
     "overlapped_tensor_communication": _needs_gpu(
-        "Overlapped tensor-parallel communication. With Transformer Engine's layers schedules that "
-        "split refuse it",
+        "Overlapped tensor-parallel communication",
         "--tp-comm-overlap",
+        "With Transformer Engine's layers schedules that split refuse it",
     ),
     "transformer_engine": _needs_gpu(
-        "Transformer Engine layers. With a stand-in for its kernels they train to the same bits: "
-        "`tests/distributed/test_engine.py`",
+        "Transformer Engine layers",
         "--transformer-impl transformer_engine",
+        "With a stand-in for its kernels they train to the same bits "
+        "(`tests/distributed/test_engine.py`)",
     ),
 }
 
