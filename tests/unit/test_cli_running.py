@@ -102,6 +102,7 @@ def test_compiling_is_announced_once(capsys: Capture) -> None:
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_machine_code_from_the_disk_is_not_announced() -> None:
     command = ["schedule", "auto", *SIZE, "--effort", "quick", "--memory-limit", "0.75p"]
     for _ in range(2):  # whether the first one compiles depends on what ran before

@@ -351,7 +351,9 @@ class cuda:
     ("does", "said"),
     [
         ("import os; os._exit(7)", "the process ended with code 7: it said nothing"),
-        ("import time; time.sleep(60)", "it took more than 3 s"),
+        pytest.param(
+            "import time; time.sleep(60)", "it took more than 3 s", marks=pytest.mark.slow
+        ),
         ("raise RuntimeError('no driver')", "RuntimeError: no driver"),
     ],
 )

@@ -91,6 +91,7 @@ def test_fused_accumulation_adds_what_megatrons_own_adds(
     )
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers_with_and_without_sequence_parallelism(tmp_path: Path) -> None:
     """Two ranks, each comparing with the unsplit layers on the same ranks."""
     run_ranks(
