@@ -54,9 +54,9 @@ said = open(int(sys.argv[3]), "w", encoding="utf-8")  # what is imported may pri
 def say(**what):
     print(json.dumps(what), file=said, flush=True)
 def build():
-    if "torch" not in sys.modules:
+    torch = sys.modules.get("torch")
+    if torch is None:
         return {}
-    import torch
     shared = torch.distributed
     nccl = shared.is_available() and shared.is_nccl_available()
     return {

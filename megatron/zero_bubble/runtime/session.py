@@ -64,6 +64,8 @@ class Session:
         self._prepared: set[int] = set()
         self._split: set[int] = set()
         self._delaying = False
+        self._in_order: Sequence[Instruction] | None = None
+        """The last row that layers which delay can run."""
         self.store = WeightGradStore()
         self.tail = Tail(self.store)
         """The order of each iteration's last W's."""
@@ -310,8 +312,9 @@ class Session:
         splits = any(isinstance(one, Run) and one.what.kind is Kind.W for one in instructions)
         # Layers that delay their W do so whatever the schedule; without W's it runs when it comes.
         self._delaying = self._delaying or some_delay(new)
-        if self._delaying:
+        if self._delaying and instructions is not self._in_order:
             check_order(instructions)
+            self._in_order = instructions
         unsplit = self._not_in(self._split, models) if splits or self._delaying else []
         if unsplit:
             self._split_linears(unsplit, stage)
